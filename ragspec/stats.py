@@ -358,7 +358,7 @@ class RunSummary(Totals):
         workers: Each worker's share, if there are several.
         energy: Joules that the machine took; None if it does not tell.
         stopped: Why the run ended before its input did, "" if it did not.
-        planned: What `ragspec plan` had said of it, beside what it took, "" without a plan.
+        planned: The forecast of `ragspec plan` compared with what the run took, "" without a plan.
     """
 
     method: str = "none"

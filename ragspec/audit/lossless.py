@@ -275,6 +275,6 @@ def _describe_bits(bits: Bits) -> Iterator[tuple[str, str]]:
 def _describe(verdict: Verdict) -> str:
     where = f'"{verdict.id}", token {verdict.position}: {verdict.speculative} instead of {verdict.plain}'
     if verdict.shortfall is None:
-        return f"{where}: one answer ends where the other goes on"
+        return f"{where}: one answer ends where the other continues"
     margin = max(verdict.shortfall, verdict.plain_shortfall or 0.0)
     return f"{where}, {margin:.1e} below the best token, where shapes alone make a difference of {verdict.noise:.1e}"

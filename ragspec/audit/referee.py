@@ -90,11 +90,13 @@ def check_same_answers(config: RunConfig, ran: dict[str, Any]) -> None:
         return
     for key in VLLM_ONLY_ARGS:
         if given.get(key) not in (None, "auto", False, {}):
-            raise ConfigError(f"runner_args.{key} exists only in vLLM: stock generate() would give other answers")
+            raise ConfigError(f"runner_args.{key} exists only in vLLM: stock generate() would give different answers")
     if asked := ran.get("not_done"):
         raise ConfigError(f"the model's generation_config asks for {asked}, which vLLM does not support")
     if ran.get("quantized") or given.get("load_format") == "dummy":
-        raise ConfigError("vLLM quantizes the weights or makes them up: transformers would give other answers")
+        raise ConfigError(
+            "vLLM quantizes the weights or uses dummy weights, so transformers would give different answers"
+        )
 
 
 # -- referee ---------------------------------------------------------------------------------------

@@ -57,7 +57,9 @@ def run_verify(
         ConfigError: If there is nothing to verify, or texts cannot be compared.
     """
     if config.speculation.method == PLAIN:
-        raise ConfigError("speculation.method: none has nothing to verify; set the method that you use")
+        raise ConfigError(
+            "speculation.method: with method none there is nothing to verify; set the method that you use"
+        )
     check_comparable(config)
     with config.redactor().over_errors():
         verification = _Verification(config, folder, limit, console)
@@ -185,7 +187,7 @@ class _Verification:
                 "sampling": asdict(divergence.sampling),
                 "grammar": divergence.grammar,
                 "config": candidate.config.model_dump(mode="json"),
-                "note": "others in its batch can matter: if this one shows nothing alone, run the whole input",
+                "note": "other records in its batch may matter: if it does not reproduce alone, run the whole input",
             },
         )
 

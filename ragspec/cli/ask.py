@@ -72,11 +72,11 @@ def ask(
     settings = [*overrides(override, max_new_tokens), *settings]
     by_index = any(each.startswith("retrieval.index=") for each in settings)
     if sum([bool(corpus), bool(context), by_index]) > 1:
-        raise ConfigError("--index, --corpus and --context: give one of them")
+        raise ConfigError("--index, --corpus and --context: give only one of them")
     console = stderr()
     if config is None and not any(each.startswith(("model=", "runner=fake")) for each in settings):
         settings.append("model=demo")
-        console.print("note: no --model, so demo answers (SmolLM2, 135M: quick, and often wrong)", style="dim")
+        console.print("note: no --model given: using demo (SmolLM2, 135M: fast, and often wrong)", style="dim")
     if config is None:
         settings.insert(0, f"sampling.default_new_tokens={LONGEST}")
     if corpus:
@@ -159,7 +159,7 @@ def _questions(console: Console) -> Iterator[str | RecordError]:
         return
     with suppress(ImportError):  # it lets input() edit lines and recall them
         import readline  # noqa: F401
-    console.print("Ask away; an empty line ends.", style="dim")
+    console.print("Ask a question; an empty line quits.", style="dim")
     with suppress(EOFError):
         while question := console.input("> ", markup=False).strip():
             yield question

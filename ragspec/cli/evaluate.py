@@ -83,7 +83,7 @@ def evaluate(
         with advising("--judge takes the path of a YAML file"):
             config, _ = load_config(judge, overrides(override))
     if columns and references is None:
-        raise ConfigError("--columns names the columns of --references; give that file too")
+        raise ConfigError("--columns applies to --references; give that file too")
     given = None if references is None else input_of(references, columns)
     found = score(answers, references=given, against=against, refusal=refusal or REFUSAL, judge=config, gates=gates)
     console = stderr()

@@ -147,7 +147,7 @@ def generate(
     settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, ray_address)]
     for name, is_set in {"--dry-run": dry_run, "--prune": prune, "--keep-old": keep_old}.items():
         if is_set and not update:
-            raise ConfigError(f"{name} is about an update; add --update")
+            raise ConfigError(f"{name} only works with --update")
     if show:
         settings.append("output.include=[query, contexts]")
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
@@ -219,7 +219,7 @@ def save(config: RunConfig, values: dict[str, Any], path: str, plugin: list[str]
 
     printed = path == "-"
     if printed and str(config.output) == "-":
-        raise ConfigError("--save-config -: answers go to stdout, too; give --output FILE")
+        raise ConfigError("--save-config -: answers also go to stdout; use --output FILE")
     why = [f"Written by ragspec generate --save-config. Run it: ragspec generate {with_config(path, plugin)}"]
     save_config(config, values, Path(path), why, force=False)
 

@@ -46,7 +46,7 @@ def init(
 
     set_debug(debug)
     if path.exists() and not force:
-        raise ConfigError(f"{path}: is there already; give another name, or --force to replace it")
+        raise ConfigError(f"{path}: already exists; choose another name, or use --force to replace it")
     settings = [*overrides(None, max_new_tokens), *settings]
     if not any(each.startswith(("model=", "runner=fake")) for each in [*settings, *(override or ())]):
         settings.append(f"model={_asked('model', 'Model (hub id, folder, .gguf file, or demo)', 'demo')}")
@@ -60,7 +60,7 @@ def init(
     for note in notes:
         console.print(f"note: {note}", markup=False, style="yellow")
     if input != "-" and "://" not in input and not Path(input).exists():
-        console.print(f"note: {input} is not there yet", markup=False, style="yellow")
+        console.print(f"note: {input} does not exist yet", markup=False, style="yellow")
     if str(path) != "-":
         console.print(f"config in {path}; next: ragspec generate {flags}", markup=False)
 
@@ -74,5 +74,5 @@ def _asked(flag: str, question: str, default: str) -> str:
     from ragspec.errors import ConfigError
 
     if not _is_asked():
-        raise ConfigError(f"--{flag}: missing; there is no terminal to ask on")
+        raise ConfigError(f"--{flag}: missing, and there is no terminal to prompt on")
     return str(typer.prompt(question, default=default, err=True))

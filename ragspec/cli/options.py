@@ -210,7 +210,7 @@ def unused_plugins(config: RunConfig, plugin: list[str] | None) -> list[str]:
     names, method = methods_of_files(), config.speculation.method
     if not names or method in names:
         return []
-    return [f"--plugin: not used, as the method is {method}; to use it, add --method {' or '.join(names)}"]
+    return [f"--plugin: not used, because the method is {method}; to use it, add --method {' or '.join(names)}"]
 
 
 def input_of(path: str | list[str], columns: list[str] | None, **given: str) -> InputConfig:

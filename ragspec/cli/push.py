@@ -38,4 +38,4 @@ def push(
     if pushed.commit:
         console.print(f"pushed {records}: {pushed.commit}", markup=False)
     else:
-        console.print(f"nothing new: {pushed.url} has these answers already ({records})", markup=False)
+        console.print(f"nothing new: {pushed.url} already has these answers ({records})", markup=False)

@@ -34,7 +34,7 @@ def search(
 
     set_debug(debug)
     if not words.strip():
-        raise ConfigError("WORDS: is empty")
+        raise ConfigError("WORDS: must not be empty")
     console = stderr()
     found_as = {"top_k": top_k, "mode": mode, "reranker_model": reranker_model}
     settings = retrieval_settings(console, config, override, builds=False, index=index, **found_as)
@@ -50,4 +50,4 @@ def search(
             else:
                 print_passage(out, number, passage_fields(hit.passage), words=words)
     if not hits:
-        console.print("no passage has any of these words" if settings.mode != "dense" else "no passages")
+        console.print("no passage contains any of these words" if settings.mode != "dense" else "no passages")

@@ -135,7 +135,7 @@ class OutputConfig(Section):
     @model_validator(mode="after")
     def _only_in_our_lines(self) -> OutputConfig:
         if self.include and self.format == "openai":
-            raise ValueError("include: OpenAI's lines have no place for it; leave output.format or output.include out")
+            raise ValueError("include: not available in OpenAI's format; remove output.format or output.include")
         return self
 
     def __str__(self) -> str:

@@ -242,7 +242,7 @@ def load_retrieval(
         if isinstance(section, dict):
             raw["retrieval"] = section = {**section, **direct}
             if "index" not in section:
-                raise ConfigError(f"{source}: retrieval.index: missing; say where the index is (a folder)")
+                raise ConfigError(f"{source}: retrieval.index: missing; name the folder of the index")
         config = cast(RunConfig, validate(RunConfig, _without_empty(raw), source)).retrieval
         assert config is not None
         _check_retrieval(config)
@@ -295,7 +295,7 @@ def _modernise(raw: dict[str, Any], source: str) -> list[str]:
         return []
     if raw.get("speculation"):
         moved = ", ".join(key for key in args if key not in rest)
-        raise ConfigError(f"{source}: runner_args.{moved}: repeats what speculation says; keep only one of them")
+        raise ConfigError(f"{source}: runner_args.{moved}: duplicates the speculation section; keep only one of them")
     raw |= {"runner_args": rest, "speculation": speculation}
     return [f"{source}: runner_args.{note}" for note in notes]
 

@@ -248,7 +248,7 @@ def _from_environment(found: re.Match[str]) -> str:
     try:
         return os.environ[found[1]]
     except KeyError:
-        raise ConfigError(f"${{{found[1]}}}: there is no such environment variable; set it") from None
+        raise ConfigError(f"${{{found[1]}}}: this environment variable is not set") from None
 
 
 def _address(value: Any, read: Any) -> Any:

@@ -75,7 +75,7 @@ def _as_other_libraries_write_it(given: dict[str, Any], ours: set[str]) -> dict[
     if not given.keys() & {*CARRIERS, "type"} and not is_schema(given):
         return given
     if is_schema(given):
-        raise ValueError("json_schema: the section is a schema itself; put it under json_schema")
+        raise ValueError("json_schema: the section itself is a schema; move it under json_schema")
     try:
         schema = unwrapped(given)
     except RecordError as error:

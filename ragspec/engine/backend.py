@@ -161,8 +161,8 @@ class EngineBackend:
         ratio = weights / max(1, self._weights[0])
         if ratio >= 1:
             self.notes.add(
-                f"the draft model has {ratio:.1f} times the target's weights: each token that it drafts takes about "
-                f"{ratio:.1f} of the target's own steps, so drafts cannot pay"
+                f"the draft model has {ratio:.1f} times the target's weights: each draft token costs about "
+                f"{ratio:.1f} target steps, so drafting cannot pay off"
             )
 
     def _start_anew(self) -> None:
@@ -328,8 +328,8 @@ class EngineBackend:
         outgrown = sum(getattr(proposer, "outgrown", 0) for proposer in self._proposers.values())
         if outgrown:
             self.notes.add(
-                f"{outgrown} records were longer than the {self._context_length} tokens that the draft model attends "
-                "to; from there on it drafted nothing for them"
+                f"{outgrown} records exceeded the draft model's context of {self._context_length} tokens; it stopped "
+                "drafting for them at that point"
             )
         for model in self._models:
             model.rest()

@@ -425,7 +425,7 @@ class Engine:
             free_memory()
             if len(part) == 1:
                 return written, (part[0].row, failure)
-            self.notes.add(f"a forward of {len(part)} rows failed, and went on with fewer at once: {failure}")
+            self.notes.add(f"a forward pass with {len(part)} records failed and was retried with fewer: {failure}")
             oom_policy.together.failed(len(part))
             half = len(part) // 2
             parts[:0] = [part[:half], part[half:]]

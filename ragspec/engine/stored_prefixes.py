@@ -104,7 +104,7 @@ class StoredPrefixes:
             return self._store.get(name)
         except Damaged:
             self.damaged += 1
-            self._notes.add("prefix_store: damaged files were found by their hash; what they held was computed again")
+            self._notes.add("prefix_store: damaged files were detected by their hash, and their contents recomputed")
         except OSError as error:
             self._notes.add(f"prefix_store: cannot be read: {error.strerror or flat(error)}")
         return None
@@ -129,8 +129,8 @@ class StoredPrefixes:
             self._waits_s, self._loading = 0.0, Rate()
             return False
         self._notes.add(
-            f"prefix_store: prefixes are computed, since that is faster here: {1 / computing:,.0f} tokens/s, against "
-            f"{1 / loading:,.0f} loaded"
+            f"prefix_store: computing prefixes is faster here than loading them: {1 / computing:,.0f} tokens/s, "
+            f"against {1 / loading:,.0f}"
         )
         return True
 
@@ -170,7 +170,7 @@ class StoredPrefixes:
                 self.stored_tokens += UNIT
         except OSError as error:
             self._writes = False
-            self._notes.add(f"prefix_store: no more prefixes are kept: {error.strerror or flat(error)}")
+            self._notes.add(f"prefix_store: stopped storing prefixes: {error.strerror or flat(error)}")
         finally:
             with self._lock:
                 del self._pending[name]

@@ -81,7 +81,7 @@ def find_compiler() -> tuple[str, str]:
         if path:
             done = _run([path, "--version"])
             return path, done.stdout.partition("\n")[0]
-    raise Unbuilt("there is no C++ compiler (g++)")
+    raise Unbuilt("no C++ compiler (g++) was found")
 
 
 def _compile(compiler: str, flags: list[str], source: str, folder: Path) -> Path:

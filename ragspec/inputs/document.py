@@ -105,9 +105,9 @@ def _of_object(scanner: _Scanner) -> Iterator[bytes]:
     yield from _items(scanner)
     while (key := scanner.key()) is not None:
         if key in QUESTIONS:
-            raise _Broken(f'the object has "{key}" beside its list "{under}", whose items were read as records')
+            raise _Broken(f'the object has "{key}" next to its list "{under}", whose items were read as records')
         if scanner.opens_list(key):
-            raise _Broken(f'the object has two lists of records, "{under}" and "{key}"; give each in a file of its own')
+            raise _Broken(f'the object has two lists of records, "{under}" and "{key}"; put each in a separate file')
         scanner.value()
         scanner.drop()
 

@@ -85,7 +85,7 @@ def filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any,
             system.invalidate_cache()  # listings may be stale
     except ImportError as error:
         how = f'pip install "ragspec[{extra}]"' if extra else flat(error, SHOWN)
-        raise ConfigError(f"{url}: {protocol}:// needs more than is installed: {how}") from None
+        raise ConfigError(f"{url}: {protocol}:// needs an additional package: {how}") from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{url}: cannot be reached ({reason(error)})") from None
     return system, path

@@ -103,7 +103,7 @@ class TextSource:
         if not is_text(stream.head) or (format == "jsonl" and stream.head and not _is_json(stream.head)):
             stream.check_name()
         if not self.waits and b"\0" in stream.head and not _is_json(stream.head) and not _has_line(stream.head):
-            raise ConfigError(f"{self.path}: is neither text nor in a format that is read")
+            raise ConfigError(f"{self.path}: is neither text nor a supported format")
         if format in DELIMITERS:
             from ragspec.inputs.delimited import DelimitedReader
 

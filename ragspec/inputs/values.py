@@ -218,7 +218,7 @@ def structured_of(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any] 
             )
     for other, now in (OTHERS if prefix else OLLAMA).items():
         if given.get(other) is not None and (prefix or isinstance(given[other], dict)):
-            raise RecordError(f'"{prefix}{other}" is another library\'s; write {now}')
+            raise RecordError(f'"{prefix}{other}" belongs to another library; write {now}')
     present = [field for field in FORM_FIELDS if given.get(field) is not None]
     if len(present) > 1:
         raise RecordError(f'"{prefix}{present[0]}" and "{prefix}{present[1]}" say the same thing; keep one of them')
@@ -240,7 +240,7 @@ def _response_format(value: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(form, str) or form not in FORMS:
         raise RecordError(f'"{name}.type": {form!r} is not supported; known: {", ".join(FORMS)}')
     if unknown := sorted(key for key in value if key not in ("type", *FORMS[form]) and value[key] is not None):
-        raise RecordError(f'"{name}.{unknown[0]}" is not known beside "type": "{form}"')
+        raise RecordError(f'"{name}.{unknown[0]}" is not allowed with "type": "{form}"')
     if form == "text":
         return {}
     if form == "json_object" and value.get("schema") is None:

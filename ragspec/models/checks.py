@@ -95,7 +95,7 @@ def check_task(config: Any) -> None:
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
     others = [name for name in named if "For" in name and name not in known and not name.endswith(WRITES_TEXT)]
     if named and others == list(named):
-        raise IncompleteError(f"is a {others[0]}, which does not write text; choose a causal language model")
+        raise IncompleteError(f"is a {others[0]}, which does not generate text; choose a causal language model")
 
 
 def check_files(folder: Path, args_key: str, *, safetensors: bool = True, indexed: bool = True) -> None:
@@ -108,7 +108,7 @@ def check_files(folder: Path, args_key: str, *, safetensors: bool = True, indexe
     if indexed and (folder / INDEX).is_file():
         names = sorted(set(_shards(folder / INDEX)))
         if lost := [name for name in names if not (folder / name).is_file()]:
-            raise IncompleteError(f"{_some(lost)} is missing, which {INDEX} names; get all files of the model")
+            raise IncompleteError(f"{_some(lost)}, listed in {INDEX}, is missing; download all files of the model")
     elif (folder / ONE).is_file():
         names = [ONE]
     elif any((folder / name).is_file() for name in PICKLED):
@@ -128,7 +128,7 @@ def _shards(index: Path) -> list[str]:
     try:
         return [str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IncompleteError(f"{index.name} cannot be read ({flat(error, 100)}); get it again") from None
+        raise IncompleteError(f"{index.name} cannot be read ({flat(error, 100)}); download it again") from None
 
 
 def _check_header(file: Path) -> None:
@@ -145,7 +145,7 @@ def _check_header(file: Path) -> None:
             raise IncompleteError(f"{file.name} is a Git LFS pointer, not the weights; run `git lfs pull`") from None
         size = file.stat().st_size
         raise IncompleteError(
-            f"{file.name} ({size:,} bytes) is damaged or cut off ({flat(error, 100)}); get it again"
+            f"{file.name} ({size:,} bytes) is damaged or cut off ({flat(error, 100)}); download it again"
         ) from None
 
 
@@ -180,8 +180,8 @@ def check_tensors(source: ModelSource, config: Any, *, trust_remote_code: bool, 
     if not unused:
         return []
     return [
-        f"{len(unused)} tensors of the model's files are not used ({_some(unused)}): {type(model).__name__} has no "
-        "place for them, by its config.json"
+        f"{len(unused)} tensors of the model's files are not used ({_some(unused)}): {type(model).__name__} does "
+        "not have them, according to its config.json"
     ]
 
 
@@ -198,11 +198,11 @@ def refuse_incomplete(model: Any, info: Mapping[str, Any]) -> None:
     if missing:
         raise IncompleteError(
             f"its weights lack {len(missing)} of the {total} tensors that {kind} needs ({_some(missing)}); the files "
-            "are incomplete, or another kind of model's"
+            "are incomplete, or belong to another kind of model"
         )
     if mismatched := sorted(str(each[0]) for each in info.get("mismatched_keys") or ()):
         raise IncompleteError(
-            f"{len(mismatched)} of its tensors have other shapes than config.json says ({_some(mismatched)}); the "
+            f"the shapes of {len(mismatched)} of its tensors do not match config.json ({_some(mismatched)}); the "
             "files belong to different models"
         )
 
@@ -258,7 +258,7 @@ def model_notes(
     notes = []
     own, damage = _generation_config(source)
     if damage:
-        notes.append(f"the model's {GENERATION} cannot be read ({damage}): what it asks for is ignored")
+        notes.append(f"the model's {GENERATION} cannot be read ({damage}): its settings are ignored")
     eos = [(generate_args or {}).get("eos_token_id"), own.get("eos_token_id"), config.get_text_config().eos_token_id]
     found = next((each for each in (*eos, tokenizer.inner.eos_token_id) if each is not None), None)
     ends = found if isinstance(found, list) else [] if found is None else [found]
@@ -268,11 +268,13 @@ def model_notes(
     if not ends:
         notes.append("the model has no end token: answers end at max_new_tokens, or with a stop string")
     elif all(token >= width for token in ends):
-        notes.append(f"the model cannot write its end token ({ends[0]}; it has {width}): answers end at max_new_tokens")
+        notes.append(
+            f"the model cannot generate its end token ({ends[0]}; it has {width}): answers end at max_new_tokens"
+        )
     elif (turn := _turn_end(tokenizer)) is not None and turn not in {*ends, *stops}:
         notes.append(
-            f'the chat template ends an answer with "{tokenizer.piece(turn)}", which is no end token of the model: '
-            f"answers may go on with another turn; sampling.stop_token_ids: [{turn}] ends them there"
+            f'the chat template ends an answer with "{tokenizer.piece(turn)}", which is not an end token of the model: '
+            f"answers may continue with another turn; set sampling.stop_token_ids: [{turn}] to end them there"
         )
     if tokenizer.has_chat_template and tokenizer.bos is not None and not _writes_bos(tokenizer):
         notes.append(
@@ -292,7 +294,7 @@ def _generation_config(source: ModelSource) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError) as error:
         return {}, flat(error, 100)
     if not isinstance(found, dict):
-        raise ConfigError(f'model: "{source.name}": {GENERATION} must be a JSON object; mend or delete it')
+        raise ConfigError(f'model: "{source.name}": {GENERATION} must be a JSON object; fix or delete it')
     return found, ""
 
 

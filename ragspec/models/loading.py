@@ -140,8 +140,8 @@ def load_model(
         raise ModelError(f'"{source.name}": {error}') from None
     except ImportError as error:
         raise ModelError(
-            f'"{source.name}" needs a package that is not here: {flat(error, 300)}; install it, or choose a checkpoint '
-            "that is not quantised"
+            f'"{source.name}" needs a package that is not installed: {flat(error, 300)}; install it, or choose a '
+            "checkpoint that is not quantised"
         ) from error
     except Exception as error:  # a model's own code may raise anything
         text = flat(error, 300)
@@ -164,8 +164,8 @@ def is_adapter(path: Path, what: str) -> bool:
         return False
     if any(path.glob("model*.safetensors")) or any((path / name).is_file() for name in PICKLED):
         raise ConfigError(
-            f"{what}: the folder has the weights of a model and a PEFT adapter ({CONFIG}), and it is not clear which "
-            "is meant; move the adapter to a folder of its own (it is then merged into its base model), or delete it"
+            f"{what}: the folder has the weights of a model and a PEFT adapter ({CONFIG}), and it is unclear which "
+            "one is meant; move the adapter to a separate folder (it is then merged into its base model), or delete it"
         )
     return True
 
@@ -176,7 +176,7 @@ def merged(path: Path, what: str) -> Path:
     base = _base(config, path, what)
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
-        raise ConfigError(f"{what}: is a PEFT adapter without weights ({WEIGHTS[0]}); get all files of it")
+        raise ConfigError(f"{what}: is a PEFT adapter without weights ({WEIGHTS[0]}); download all of its files")
     if file.suffix == ".bin":
         raise ConfigError(f"{what}: the adapter's weights are pickled ({file.name}), and loading them can run code")
     if importlib.util.find_spec("peft") is None:
@@ -202,7 +202,7 @@ def _read(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{what}: {CONFIG} is not a JSON object")
     if config.get("task_type") not in (None, TASK):
-        raise ConfigError(f"{what}: is a PEFT adapter for {config['task_type']}, which does not write text")
+        raise ConfigError(f"{what}: is a PEFT adapter for {config['task_type']}, which does not generate text")
     return config
 
 
@@ -236,7 +236,7 @@ def _merge(path: Path, base: str, revision: str | None, what: str, folder: Path)
             adapted: Any = PeftModel.from_pretrained(model, str(path))
         lost = next((str(each.message) for each in caught if "missing adapter keys" in str(each.message)), "")
         if lost:
-            raise ConfigError(f"{what}: the adapter is not whole: {flat(Exception(lost), 200)}")
+            raise ConfigError(f"{what}: the adapter is incomplete: {flat(Exception(lost), 200)}")
         if adapted.active_peft_config.is_prompt_learning:
             raise ConfigError(f"{what}: a {adapted.active_peft_config.peft_type} adapter cannot be merged into a model")
         unexpected = adapted.load_adapter(str(path), adapter_name="default").unexpected_keys  # loaded again to get them
@@ -263,7 +263,7 @@ def _refuse_unused(unused: list[str], what: str) -> None:
     if unused:
         raise ConfigError(
             f"{what}: {len(unused)} tensors of the adapter ({unused[0]}, ...) are for layers that its {CONFIG} does "
-            "not name (target_modules, layers_to_transform); get the config that it was trained with"
+            "not name (target_modules, layers_to_transform); use the config that it was trained with"
         )
 
 

@@ -340,9 +340,9 @@ def _check_gguf(file: Path) -> None:
     with file.open("rb") as opened:
         header = opened.read(24)  # magic, version, number of tensors, number of metadata entries
     if not header.startswith(b"GGUF"):
-        raise ConfigError(f'model: "{file}": is not a GGUF file (it begins with {header[:4]!r}); get it again')
+        raise ConfigError(f'model: "{file}": is not a GGUF file (it begins with {header[:4]!r}); download it again')
     if len(header) < 24 or not any(header[8:16]):
-        raise ConfigError(f'model: "{file}": has no tensors ({file.stat().st_size:,} bytes); get it again')
+        raise ConfigError(f'model: "{file}": has no tensors ({file.stat().st_size:,} bytes); download it again')
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -367,7 +367,7 @@ def convert(file: Path, folder: Path) -> None:
         raise ModelError(f"{file}: {error}") from None
     except Exception as error:  # the parsers raise anything for a damaged file
         why = f"{type(error).__name__}: {flat(error, 200)}"
-        raise ModelError(f"{file}: transformers cannot read this .gguf file ({why}); is it whole?") from error
+        raise ModelError(f"{file}: transformers cannot read this .gguf file ({why}); is it complete?") from error
     # transformers 5.19 does not save a model marked as quantised, although these weights are not
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

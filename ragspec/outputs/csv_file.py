@@ -54,7 +54,7 @@ class CsvFile(Appended):
         self._columns = decoded(self._header)
         if lost := sorted(NEEDED - set(self._columns)):
             raise ConfigError(
-                f"{self.path}: its header is not ragspec's any more ({lost[0]} is missing; a spreadsheet's?); "
+                f"{self.path}: its header is no longer ragspec's ({lost[0]} is missing; edited in a spreadsheet?); "
                 "choose another --output, or start over with --no-resume"
             )
         if drop is not None:

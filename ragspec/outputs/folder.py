@@ -25,7 +25,7 @@ from ragspec.outputs.line_file import free_number
 # -- folders ---------------------------------------------------------------------------------------
 
 OBJECTS = {"s3", "s3a", "gs", "gcs"}  # stores that can create a file exclusively
-TAKEN = "is there already, with other answers: another run is writing this output"
+TAKEN = "already exists with different answers: another run is writing this output"
 
 
 class Folder(Protocol):

@@ -42,7 +42,7 @@ SEEN = {".parquet", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".arrow", ".tx
 FILE_BYTES = 64 << 20  # of a Parquet file, before compression
 REFUSED = {401: f"the token is not valid; {LOGIN}", 403: "the token may not write there; give it write access"}
 MOVED = (409, 412)  # somebody else committed in the meantime
-WAY_OUT = "; run it to its end, or add --partial"
+WAY_OUT = "; finish the run, or add --partial"
 SHOWN = 200  # characters of a message of the hub's
 
 
@@ -124,12 +124,12 @@ def push(answers: str, to: Destination, *, message: str | None = None, partial: 
         partial: Push the output of a run that has not ended.
 
     Raises:
-        ConfigError: There is nothing to push, the run has not ended, or the hub does not take it.
+        ConfigError: There is nothing to push, the run has not ended, or the hub rejects it.
     """
     _check_hub()
     target = target_of(OutputConfig(path=answers))
     if target is None:
-        raise ConfigError(f"{answers}: a stream does not say whether it is complete; write the answers to a file first")
+        raise ConfigError(f"{answers}: cannot push a stream; write the answers to a file first")
     statistics = target.statistics.read()
     missing = unfinished(target, statistics)
     if missing and not partial:
@@ -150,7 +150,7 @@ def unfinished(target: Target, statistics: Mapping[str, Any]) -> str:
     """Return why an output does not hold all answers of its run, "" if it does."""
     state, total = statistics.get("state"), statistics.get("input_records")
     if state is None and target.state.is_ours():
-        return f"nothing says that its run has ended, as there is no {target.statistics.name}"
+        return f"cannot tell whether its run has ended, because {target.statistics.name} is missing"
     if state not in (None, "finished"):
         done = sum(int(statistics.get(key) or 0) for key in ("records", "failed", "skipped"))
         how_far = f"at {done:,} of {total:,} records" if total else f"at {done:,} records"
@@ -163,7 +163,7 @@ def _uncounted(counts: Counts, statistics: Mapping[str, Any]) -> str:
     """Return that an output holds other lines than its last finished run left, "" if it does not."""
     totals = statistics.get("totals") or {}
     left, found = totals.get("records", 0) + totals.get("failed", 0), counts.records + counts.failed
-    return f"holds {found:,} records, and its last finished run left {left:,}" if totals and left != found else ""
+    return f"has {found:,} records, but had {left:,} after its last finished run" if totals and left != found else ""
 
 
 def _check_hub() -> None:
@@ -240,7 +240,7 @@ def _section(counts: Counts, statistics: Mapping[str, Any]) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
         f"| | |\n|---|---|\n{table}\n\n"
-        "A row is a record: `output` is its answer, or `error` says why there is none. `metadata`, `logprobs`, "
+        "Each row is a record: `output` is its answer, or `error` says why there is none. `metadata`, `logprobs`, "
         "`parsed` and `passages` are JSON texts."
     )
 
@@ -257,11 +257,11 @@ def card_with(card: str, to: Destination, section: str, others: Iterable[str] = 
     try:
         found = DatasetCard(card or f"---\ntags:\n- ragspec\n---\n\n# {title}\n", ignore_metadata_errors=True)
     except (ValueError, YAMLError):
-        raise ConfigError(f"{to.dataset}: its {CARD} begins with YAML that cannot be read; mend it first") from None
+        raise ConfigError(f"{to.dataset}: its {CARD} starts with invalid YAML; fix it first") from None
     configs = getattr(found.data, "configs", None) or []
     if not configs and (data := [name for name in others if Path(name).suffix in SEEN]):
         raise ConfigError(
-            f"{to.dataset}: has data already ({min(data)}), and its {CARD} lists no files under `configs`; choose "
+            f"{to.dataset}: already has data ({min(data)}), but its {CARD} lists no files under `configs`; choose "
             "another dataset"
         )
     own = next((each for each in configs if each.get("config_name") == to.name), None)
@@ -310,7 +310,7 @@ def _commit(
     before = {name for name in there if to.files.fullmatch(name)}
     if before and _marks(to)[0] not in card:
         raise ConfigError(
-            f"{to.dataset}: has files of split {to.split} that are not ragspec's ({min(before)}); "
+            f"{to.dataset}: has files of split {to.split} not written by ragspec ({min(before)}); "
             "choose another --split or --name"
         )
     files: dict[str, bytes | Path] = {**local, CARD: card_with(card, to, section, set(there) - before).encode()}
@@ -352,7 +352,7 @@ def _dataset(api: HfApi, to: Destination) -> DatasetInfo:
         api.create_branch(to.dataset, branch=to.revision, repo_type="dataset")
         info = look()
     if to.private and not info.private:
-        raise ConfigError(f"{to.dataset}: is there already, and is public; make it private on the hub first")
+        raise ConfigError(f"{to.dataset}: already exists and is public; make it private on the hub first")
     return info
 
 
@@ -374,9 +374,9 @@ def _hub_errors(to: Destination) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in MOVED:
-            why = "changed while answers were uploaded, and is as the others left it; push again"
+            why = "someone else committed during the upload; nothing was changed; push again"
         else:
-            why = REFUSED.get(status) or f"the hub does not take it: {flat(error, SHOWN)}"
+            why = REFUSED.get(status) or f"the hub rejected it: {flat(error, SHOWN)}"
         raise ConfigError(f"{to.dataset}: {why}") from error
     except upload_errors as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error

@@ -274,7 +274,7 @@ class Journal:
                 if resume and identity is not None:
                     raise ConfigError(
                         f"{target.name}: its update was interrupted; finish it with --update, or delete "
-                        f"{target.updates}, which has the new answers, to give it up"
+                        f"{target.updates} (the new answers) to discard it"
                     )
                 target.updates.rename(f"{target.updates}.{free_number(target.updates)}")
             if began and (identity is None or not resume):
@@ -334,7 +334,7 @@ class Journal:
         if not lacking or not self.ledger.answers:
             return []
         without = " and ".join(lacking)
-        return [f"{self.output}: lines of an earlier run have no {without}; --no-resume starts over"]
+        return [f"{self.output}: lines of an earlier run have no {without}; use --no-resume to start over"]
 
     def keep_spent(self, summary: RunSummary) -> None:
         """Record the time spent by all runs at intervals, so that a killed run loses little of it."""

@@ -99,7 +99,7 @@ class RunState:
             return
         if not isinstance(began, dict):
             name = self._document.name.rpartition("/")[2]
-            raise ConfigError(f"{self._name}: contains lines, but {name} does not say which config wrote them{WAY_OUT}")
+            raise ConfigError(f"{self._name}: has lines, but {name} does not say which config wrote them{WAY_OUT}")
         changed = list(differences(began, identity))
         kept = [each for each in changed if not each.path.startswith(RETRIED)]
         if kept or (changed and not retrying):
@@ -193,7 +193,7 @@ class FileState(RunState):
             waiting = sibling(str(self._output), suffix)
             if sibling(str(waiting), STATE).exists():
                 raise ConfigError(
-                    f"{self._output}: answers that wait would go to {waiting.name}, which is another run's output; "
+                    f"{self._output}: pending answers would go to {waiting.name}, which is another run's output; "
                     "choose another --output"
                 )
 

@@ -206,7 +206,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     try:
         table = Tables(path).open()
         if table is None:
-            raise ConfigError(f"{path}: there is no table yet; it appears when its run has ended")
+            raise ConfigError(f"{path}: no table yet; it appears when its run ends")
         with failing(path):
             for batch in table.search().to_batches():
                 yield from batch.to_pylist()

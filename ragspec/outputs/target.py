@@ -112,7 +112,7 @@ def target_of(config: OutputConfig) -> Target | None:
     path = local_path(revealed(config.path))
     there, is_remote = Path(path), is_url(path)
     if config.format == "csv" and (is_remote or path == "-" or (there.exists() and not there.is_file())):
-        raise ConfigError(f"output.format: csv is written to one local file, and {config.path} is none")
+        raise ConfigError(f"output.format: csv needs a local file, and {config.path} is not one")
     if path == "-" or path.startswith("/dev/"):
         return None
     if not is_remote and there.exists() and not there.is_file() and not there.is_dir():
@@ -210,7 +210,7 @@ class TableTarget:
     def open(self) -> table.LanceTable:
         if self.path.exists() and not self.state.is_ours():
             raise ConfigError(
-                f"{self.name}: is there already, and no {sibling(self.name, STATE).name} of ragspec's; "
+                f"{self.name}: already exists, but has no {sibling(self.name, STATE).name} written by ragspec; "
                 "choose another --output"
             )
         self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +283,7 @@ class PartsTarget:
             )
         if not self.begun() and (other := self._others()):
             raise ConfigError(
-                f"{self.name}: has {other} already, and no {parts.STATE} of ragspec's; choose another --output"
+                f"{self.name}: already has {other}, but no {parts.STATE} written by ragspec; choose another --output"
             )
         return Parts(self._folder, self._codec, self._local, records=self._records, size=self._size)
 

@@ -109,7 +109,7 @@ class UpdatePlan:
         told += f", {self.kept:,} stay as they are"
         if self.left:
             what = "are removed" if self.pruned else "stay too (--prune removes them)"
-            told += f"; {len(self.left):,} answers whose records left the input {what}"
+            told += f"; {len(self.left):,} answers of records that left the input {what}"
         return told
 
 
@@ -120,7 +120,7 @@ def updated_target(output: OutputConfig) -> Target | None:
     """
     target = target_of(output)
     if target is None:
-        raise ConfigError(f"--update: {output.path} keeps no answers that could be updated; give a file with --output")
+        raise ConfigError(f"--update: {output.path} cannot be updated; give a file with --output")
     if output.format == "openai":
         raise ConfigError("--update: OpenAI's batch lines cannot be updated; choose another output.format")
     if not target.begun() and not target.pending.exists() and not target.updates.exists():
@@ -195,7 +195,7 @@ class Update:
             opened.pop_all()
         if not any(line.found.key is not None for line in self._lines) and self._lines:
             self.close()
-            raise ConfigError(f"--update: {target.name} has no lines of ragspec's; choose another --output")
+            raise ConfigError(f"--update: {target.name} has no lines written by ragspec; choose another --output")
 
     def __enter__(self) -> Self:
         return self

@@ -103,12 +103,12 @@ class Chat:
         self.folded = False  # whether a system prompt was moved into a user message
         self._left_out = lru_cache(maxsize=256)(self._find_left_out)
         if bad := sorted(RESERVED & args.keys()):
-            raise ConfigError(f"prompt.chat_template_kwargs.{bad[0]}: is ragspec's own; remove it")
+            raise ConfigError(f"prompt.chat_template_kwargs.{bad[0]}: is set by ragspec; remove it")
         try:
             self._try([{"role": "user", "content": PROBE}])
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"model: its chat template is not valid Jinja2 (line {error.lineno}: {error.message}); mend "
+                f"model: its chat template is not valid Jinja2 (line {error.lineno}: {error.message}); fix "
                 "chat_template.jinja or tokenizer_config.json in its folder, or set prompt.chat: false"
             ) from None
 
@@ -118,13 +118,13 @@ class Chat:
         Raises RecordError if the template refuses the messages or would drop one of them or the documents.
         """
         if bad := sorted(RESERVED & args.keys()):
-            raise RecordError(f'"chat_template_kwargs.{bad[0]}" is not a template\'s; remove it')
+            raise RecordError(f'"chat_template_kwargs.{bad[0]}" is not a template argument; remove it')
         adapted, given = self._adapted(list(messages)), {**self._args, **args}
         try:
             written = self._tokenizer.render_chat(self._shaped(adapted), **given)
         except Exception as error:  # the template may raise anything
             log.debug("the chat template failed", exc_info=error)
-            raise RecordError(f"the model's chat template refuses these messages: {error}") from None
+            raise RecordError(f"the model's chat template rejects these messages: {error}") from None
         self._check_written(adapted)
         if args.get("documents") and written == self._try(self._shaped(adapted), **{**args, "documents": None}):
             raise RecordError(

@@ -212,7 +212,7 @@ def evaluate(
     if judge is not None:
         found.agreement = _agreement(scores)
         if missing := sum(bool(one.references) for one in own.graded.values()) - len(scores.get(JUDGED, {})):
-            found.notes.append(f"the judge has no verdict on {missing} answers")
+            found.notes.append(f"the judge gave no verdict on {missing} answers")
     if against is not None and other is not None:
         found.other, found.pairs = against, len(own.graded.keys() & other.graded.keys())
         if not found.pairs:

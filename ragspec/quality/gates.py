@@ -67,7 +67,7 @@ class Verdict:
     def formatted(self) -> str:
         """Return it as a line."""
         few = f"; {self.found.count} records are too few" if self.found.count < ENOUGH else ""
-        said = {PASSED: "passed", WORSE: "failed", UNCLEAR: f"cannot tell{few}"}[self.outcome]
+        said = {PASSED: "passed", WORSE: "failed", UNCLEAR: f"undecided{few}"}[self.outcome]
         return f"gate {self.gate.text}: {said}: {self.found.formatted(sign=self.gate.compares)}"
 
     def to_json(self) -> dict[str, Any]:
@@ -79,13 +79,15 @@ def parse_gate(text: str) -> Gate:
     """Return the gate that is written so: `f1 >= -0.5`. Raises ConfigError."""
     match = FORM.fullmatch(text)
     if match is None:
-        raise ConfigError(f'--gate: "{text}" is no condition; write it like "f1 >= -0.5" or "citation_precision >= 90"')
+        raise ConfigError(
+            f'--gate: "{text}" is not a valid condition; write it like "f1 >= -0.5" or "citation_precision >= 90"'
+        )
     score, comparison, sign, number = match.groups()
     limit = float(f"{sign}{number}")
     if not sign and limit == 0 and comparison in (">=", "<"):
         always = "always" if comparison == ">=" else "never"
         raise ConfigError(
-            f'--gate: "{text}" {always} holds; for a difference from --against, give the number a sign: '
+            f'--gate: "{text}" is {always} true; to test the difference from --against, give the number a sign: '
             f'"{score} {comparison} -0"'
         )
     return Gate(" ".join(text.split()), score, comparison, sign, limit)
@@ -98,7 +100,7 @@ def check_gates(gates: Sequence[Gate], known: Collection[str], missing: Mapping[
     """
     for gate in gates:
         if gate.score not in known:
-            raise ConfigError(f'--gate: "{gate.score}" is no score{did_you_mean(gate.score, known)}')
+            raise ConfigError(f'--gate: "{gate.score}" is not a known score{did_you_mean(gate.score, known)}')
         if gate.score in missing:
             raise ConfigError(f'--gate "{gate.text}": {gate.score} is not computed: {missing[gate.score]}')
         if gate.compares and not compared:
@@ -113,11 +115,12 @@ def check_computed(
 ) -> None:
     """Raise ConfigError for a gate on a score that no answer has. others: the other run's. later: not yet computed."""
     for gate in gates:
-        for found, which in ((scores, "no answer has it"), (others, "no answer of the other run has it")):
-            if found is None or (which != "no answer has it" and not gate.compares):
+        own, other = "no answer has this score", "no answer in the other run has this score"
+        for found, which in ((scores, own), (others, other)):
+            if found is None or (which != own and not gate.compares):
                 continue
             if gate.score not in found and gate.score not in later:
-                why = "; scores need a reference, those of citations also passages to cite"
+                why = "; scores need references, and citation scores also need passages to cite"
                 raise ConfigError(f'--gate "{gate.text}": {gate.score} was not computed: {which}{why}')
 
 
@@ -127,7 +130,7 @@ def decide(gates: Sequence[Gate], scores: Mapping[str, Estimate], differences: M
     for gate in gates:
         found = (differences if gate.compares else scores).get(gate.score)
         if found is None:
-            raise ConfigError(f'--gate "{gate.text}": no record has {gate.score}, so there is nothing to decide by')
+            raise ConfigError(f'--gate "{gate.text}": no record has {gate.score}, so the gate cannot be evaluated')
         verdicts.append(Verdict(gate, found, gate.decide(found)))
     return verdicts
 

@@ -212,7 +212,7 @@ def _speed_ups(results: Results, metric: str, title: str) -> Iterator[Figure]:
     if all(ratio.low is None for ratio in ratios):
         text = "One pass each, so there is no interval."
     values = [{**asdict(ratio), "name": f"{ratio.name} / {ratio.baseline}"} for ratio in ratios]
-    words = "; ".join(f"{ratio.name} beside {ratio.baseline}: {ratio.formatted()}" for ratio in ratios)
+    words = "; ".join(f"{ratio.name} vs. {ratio.baseline}: {ratio.formatted()}" for ratio in ratios)
     yield Figure(title, text, speed_ups(values), words)
 
 

@@ -183,7 +183,7 @@ def _prepare(config: RetrievalConfig, embedder: Embedder | None, summary: BuildS
     if embedder and embedder.tokens is not None:
         if config.tokenizer:
             raise ConfigError(
-                "retrieval.tokenizer: has no effect with embedding_model, whose own tokens are counted; remove it"
+                "retrieval.tokenizer: has no effect with embedding_model, which counts its own tokens; remove it"
             )
         tokens = plain(embedder.tokens)
     elif config.tokenizer:

@@ -314,7 +314,7 @@ def building(uri: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"--output: {uri}: another build is writing it; wait for it") from None
+            raise ConfigError(f"--output: {uri}: another build is writing it; wait for it to finish") from None
         yield
 
 

@@ -36,9 +36,9 @@ SYSTEM = "Answer from the passages. Quote them word for word where you can."
 def checked_question(question: str) -> str:
     """Return a question without spaces around it. Raises ConfigError for an empty one, and one that is no text."""
     if not question.strip():
-        raise ConfigError("QUESTION: is empty")
+        raise ConfigError("QUESTION: must not be empty")
     if not question.isprintable() and any("\ud800" <= char <= "\udfff" for char in question):
-        raise ConfigError("QUESTION: is not UTF-8, as this terminal or script writes it")
+        raise ConfigError("QUESTION: is not valid UTF-8; check the encoding of the terminal or script")
     return question.strip()
 
 

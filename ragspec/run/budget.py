@@ -100,7 +100,7 @@ class BudgetGate:
 
     def _message(self) -> str:
         used = f"{self._tokens:,} tokens" if self._budget.tokens is not None else f"{self._seconds:,.0f} s"
-        return f"--budget {self._budget.text}: already spent; the output took {used} so far; give a larger one"
+        return f"--budget {self._budget.text}: already used up; the output took {used} so far; give a larger one"
 
 
 def _prompt_tokens(requests: Sequence[Request]) -> int:

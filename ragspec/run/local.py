@@ -276,9 +276,7 @@ class Pipeline:
             ConfigError: The iterator of an earlier call is neither exhausted nor closed.
         """
         if self._answering:
-            raise ConfigError(
-                "a pipeline answers one input at a time: take the earlier answers to their end, or close()"
-            )
+            raise ConfigError("a pipeline answers one input at a time: exhaust the earlier iterator, or close() it")
         self._answering = True
         try:
             self.load()

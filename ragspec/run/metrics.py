@@ -39,7 +39,9 @@ def address_of(given: str) -> tuple[str, int]:
     """Return host and port of PORT or HOST:PORT. Raises ConfigError."""
     host, colon, port = given.strip().rpartition(":")
     if not port.isdecimal() or not port.isascii() or int(port) > 65535 or (colon and not host):
-        raise ConfigError(f'--metrics: "{given}" is no port; give PORT, or HOST:PORT to listen on other addresses')
+        raise ConfigError(
+            f'--metrics: "{given}" is not a valid port; give PORT, or HOST:PORT to listen on another address'
+        )
     return host.strip("[]") or HERE, int(port)
 
 
@@ -148,7 +150,7 @@ class RunFigures:
         about = {"version": __version__, "model": self._model, "runner": self._runner, "method": summary.method}
         yield InfoMetricFamily("ragspec_run", "What runs.", value=about)
         yield now("start_time_seconds", "When the run began, in seconds since 1970.", self._started)
-        records = CounterMetricFamily("ragspec_records", "Records by what became of them.", labels=["state"])
+        records = CounterMetricFamily("ragspec_records", "Records by outcome.", labels=["state"])
         for state, count in (("answered", summary.records), ("failed", summary.failed), ("skipped", summary.skipped)):
             records.add_metric([state], count)
         yield records
@@ -158,9 +160,9 @@ class RunFigures:
         yield failures
         if self.total is not None:
             yield now("input_records", "Records of the input.", self.total)
-        yield now("queue_records", "Records that are read and not finished.", summary.in_flight)
+        yield now("queue_records", "Records read but not finished.", summary.in_flight)
         yield counted("prompt_tokens", "Tokens of prompts.", summary.prompt_tokens)
-        yield counted("cached_prompt_tokens", "Of those, not computed again.", summary.cached_prompt_tokens)
+        yield counted("cached_prompt_tokens", "Prompt tokens served from the cache.", summary.cached_prompt_tokens)
         yield counted("output_tokens", "Tokens of answers.", summary.output_tokens)
         yield counted("drafted_tokens", "Draft tokens.", summary.spec.drafted)
         yield counted("accepted_tokens", "Draft tokens that were accepted.", summary.spec.accepted)
@@ -172,9 +174,9 @@ class RunFigures:
         ):  # fmt: skip
             seconds.add_metric([phase], value)
         yield seconds
-        yield now("peak_memory_bytes", "Most memory in use by this process.", peak_memory()[0])
+        yield now("peak_memory_bytes", "Peak memory of this process.", peak_memory()[0])
         if (gpu := _gpu_bytes()) is not None:
-            yield now("gpu_memory_bytes", "GPU memory that this process holds.", gpu)
+            yield now("gpu_memory_bytes", "GPU memory used by this process.", gpu)
         if summary.energy is not None:
             joules = CounterMetricFamily("ragspec_energy_joules", "Joules since the run began.", labels=["domain"])
             for domain, used in summary.energy.run_j.items():

@@ -199,7 +199,7 @@ def _answer_sample(session: Session, read: _Read, count: int) -> Timing:
         summary = pass_.summary
         pass_.answer()
     if not summary.records:
-        raise ConfigError(f"--sample: none of {len(picked)} records could be answered; see what generate says of them")
+        raise ConfigError(f"--sample: none of {len(picked)} records could be answered; run generate to see the errors")
     remember(session.config, summary)
     return timing_of(session.config, summary)
 
@@ -218,7 +218,7 @@ def _plan(session: Session, read: _Read, measured: Timing | None, prices: Sequen
     outputs = _outputs(config, flights, alike, count)
     load_s, answer_s = _seconds(config, prompts, outputs, alike)
     seconds = Estimate(load_s + answer_s.value, load_s + answer_s.low, load_s + answer_s.high)
-    records = f"{read.finished:,} finished before, {read.bad:,} rows are no records"
+    records = f"{read.finished:,} finished before, {read.bad:,} rows are not records"
     lines = [
         Line("records", count, basis=records),
         _line("prompt tokens", prompts, f"{len(flights):,} prompts built"),
@@ -230,7 +230,7 @@ def _plan(session: Session, read: _Read, measured: Timing | None, prices: Sequen
     if workers > 1:
         spread = answer_s.times(1 / workers)
         many = Estimate(load_s + spread.value, load_s + spread.low, load_s + spread.high)
-        lines.append(_line(f"hours, {workers} workers", many.times(1 / 3600), "each on a machine like this one"))
+        lines.append(_line(f"hours, {workers} workers", many.times(1 / 3600), "each on a machine like this"))
     lines += _memory(config, flights, alike)
     lines.append(_line("output MB", _disk(config, flights, outputs, count).times(1e-6), "before compression"))
     tokens = Estimate(*(getattr(prompts, each) + getattr(outputs, each) for each in ("value", "low", "high")))
@@ -343,7 +343,7 @@ def _sharing(
 def _memory(config: RunConfig, flights: Sequence[RecordInFlight], known: Sequence[Timing]) -> list[Line]:
     lines = []
     if known and (peak := max(each.peak_gib for each in known)):
-        lines.append(Line("memory GiB", peak, basis="the most that earlier runs had"))
+        lines.append(Line("memory GiB", peak, basis="peak of earlier runs"))
     needs = memory_needs(config) if config.model is not None and config.runner in LOADING_S else None
     if needs is not None:
         weights, per_token, free = (each / (1 << 30) for each in needs)
@@ -383,7 +383,8 @@ def _method(config: RunConfig, flights: Sequence[RecordInFlight]) -> tuple[str, 
         return best, None, None, f"ms a token in earlier runs: {said}"
     if not any(flight.prompt.kept for flight in flights):
         return "none", None, None, "there are no passages to copy from; not measured here: ragspec tune does"
-    return "auto", None, None, "what copies pay depends on the answers: it measures; ragspec tune compares all"
+    why = "whether copying pays off depends on the answers; auto measures it, ragspec tune compares all methods"
+    return "auto", None, None, why
 
 
 def _with_method(config: RunConfig, method: str) -> SpeculationConfig:
@@ -419,6 +420,6 @@ def compared(session: Session, summary: RunSummary) -> str:
         "output tokens": (summary.output_tokens, said["output_tokens"] * share),
         "time": (summary.load_s + summary.warmup_s + summary.generate_s, said["seconds"] * share),
     }
-    part = "" if share == 1 else f", for {share:.0%} of the records it was for"
+    part = "" if share == 1 else f", for {share:.0%} of the planned records"
     off = [f"{name} {value / expected - 1:+.0%}" for name, (value, expected) in took.items() if expected]
     return f"compared with it, this took: {', '.join(off)}{part}"

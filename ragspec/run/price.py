@@ -36,10 +36,10 @@ class Price:
         """Return the price that `--price` was given. Raises ConfigError."""
         found = PRICE.fullmatch(text.strip())
         if found is None:
-            raise ConfigError(f'--price: "{text}" has no unit that is known; write {FORMS}')
+            raise ConfigError(f'--price: "{text}" has no known unit; write {FORMS}')
         unit = found[2].lower()
         if unit == "kwh" and found[3] is None:
-            raise ConfigError(f'--price: "{text}": how much power the machine takes is not known; write {text}@150W')
+            raise ConfigError(f'--price: "{text}": the power of this machine is unknown; write {text}@150W')
         if unit != "kwh" and found[3] is not None:
             raise ConfigError(f'--price: "{text}": watts belong to a price per kWh; write {FORMS}')
         return cls(text.strip(), float(found[1]), unit, float(found[3] or 0.0))  # type: ignore[arg-type]
@@ -66,17 +66,19 @@ class Budget:
         found = AMOUNT.fullmatch(text.strip())
         unit = (found["unit"] or "").lower() if found else ""
         if found is None or bool(found["sign"]) == bool(unit) or not float(found[2]):
-            raise ConfigError(f'--budget: "{text}" is none; write a time (2h, 30m), money ($5) or tokens (1Mtok)')
+            raise ConfigError(
+                f'--budget: "{text}" is not a valid budget; write a time (2h, 30m), money ($5) or tokens (1Mtok)'
+            )
         amount = float(found[2])
         if unit in SECONDS:
             return cls(text, seconds=amount * SECONDS[unit])
         if unit in TOKENS:
             return cls(text, tokens=amount * TOKENS[unit])
         if len(prices) != 1:
-            raise ConfigError(f"--budget {text} is money, which needs one --price: {FORMS}")
+            raise ConfigError(f"--budget {text} is an amount of money, which needs one --price: {FORMS}")
         price = prices[0]
         if not price.money(3600.0, 1e6):
-            raise ConfigError(f"--price {price.text}: at no cost, --budget {text} is never spent")
+            raise ConfigError(f"--price {price.text}: with a price of zero, --budget {text} is never reached")
         if price.unit == "mtok":
             return cls(text, tokens=amount / price.amount * 1e6)
         return cls(text, seconds=amount / price.money(1.0, 0.0))

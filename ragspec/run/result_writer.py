@@ -68,8 +68,9 @@ class PassageCount:
             found.append(f"{self.without} of {self.questions} records have no passages{field if self.unread else ''}")
         if self.unfit:
             found.append(
-                f"{self.unfit} of {self.questions} records were answered without passages, as not even their first one "
-                "fits; raise prompt.max_prompt_tokens, lower sampling.max_new_tokens, or give shorter passages"
+                f"{self.unfit} of {self.questions} records were answered without passages, because not even their "
+                "first one fits; raise prompt.max_prompt_tokens, lower sampling.max_new_tokens, or give shorter "
+                "passages"
             )
         return found
 

@@ -281,9 +281,9 @@ def choose_runner(
     if began in able:
         return _chosen(config, str(began), "it began the output")
     if able == [VLLM]:
-        return _chosen(config, VLLM, "only that has what the config asks for")
+        return _chosen(config, VLLM, "only this runner supports the config")
     if VLLM not in able:
-        return _chosen(config, HF, "only that has what the config asks for")
+        return _chosen(config, HF, "only this runner supports the config")
     if not has_vllm():
         return _chosen(config, HF, "vLLM is not installed")
     if rows is None:
@@ -291,12 +291,11 @@ def choose_runner(
     tokens = _tokens(config, rows, limit)
     known = speeds(config)
     seconds = expected_seconds(known, prior_token_s(config, within(limit, rows) or 0), tokens)
-    basis = (
-        f"by earlier runs of {' and '.join(sorted(known))}" if known else "by what is usual: neither has run here yet"
-    )
+    runs = f"by earlier runs of {' and '.join(sorted(known))}"
+    basis = runs if known else "by default estimates: neither has run here yet"
     gain = seconds[HF] - seconds[VLLM]
     if gain <= 0:
-        return _chosen(config, HF, f"expected to be done some {-gain:,.0f} s before vLLM, {basis}", seconds)
+        return _chosen(config, HF, f"expected to finish about {-gain:,.0f} s before vLLM, {basis}", seconds)
     try:
         runners.module(VLLM).Runner(config.model_copy(update={"runner": VLLM})).check()
     except ConfigError as error:
@@ -305,7 +304,7 @@ def choose_runner(
         return _chosen(
             config, HF, f"vLLM is expected to be faster, but fails here ({type(error).__name__}: {flat(error, 120)})"
         )
-    return _chosen(config, VLLM, f"expected to be done some {gain:,.0f} s before huggingface, {basis}", seconds)
+    return _chosen(config, VLLM, f"expected to finish about {gain:,.0f} s before huggingface, {basis}", seconds)
 
 
 def prior_token_s(config: RunConfig, records: int) -> dict[str, float]:

@@ -171,7 +171,7 @@ class Export:
         ending.start()
         ending.join(FLUSH_S)
         lost = self._ended - self._exported if self._exports else 0
-        return [f"{lost:,} of {self._ended:,} spans were not taken by the OpenTelemetry collector"] if lost else []
+        return [f"the OpenTelemetry collector did not accept {lost:,} of {self._ended:,} spans"] if lost else []
 
 
 def _exporter() -> Any:

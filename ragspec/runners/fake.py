@@ -31,9 +31,9 @@ class Args(RunnerArgs):
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Records at a time."""
     context_length: Annotated[int, Field(ge=2)] | None = None
-    """Most bytes of prompt and answer together."""
+    """Maximum bytes of prompt plus answer."""
     delay_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a batch takes."""
+    """Seconds per batch."""
     fail_ids: list[str] = []
     """Ids of records that fail inside generation."""
     exit_ids: list[str] = []
@@ -122,7 +122,7 @@ class Runner:
         if request.id in self._args.exit_ids:
             os._exit(1)
         if request.id in self._fail_ids:
-            return Failure(request.index, "the fake runner was told to fail here")
+            return Failure(request.index, "the fake runner is configured to fail here")
         token_ids = request.token_ids[-request.sampling.max_new_tokens :]
         if self.method == PLAIN:
             return self._generation(request, token_ids, SpecStats(steps=len(token_ids)))

@@ -232,10 +232,10 @@ def register(name: str, make: Callable[[Any], Drafter]) -> None:
         make: Called with `DrafterSettings`, once per run; returns a `Drafter`. A class that takes the settings will do.
 
     Raises:
-        ConfigError: ragspec has a method of that name.
+        ConfigError: ragspec already has a method of that name.
     """
     if name in METHODS:
-        raise ConfigError(f'drafter "{name}": ragspec has a method of that name; choose another')
+        raise ConfigError(f'drafter "{name}": ragspec already has a method of that name; choose another')
     registered[name] = make
 
 

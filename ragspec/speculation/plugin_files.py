@@ -91,7 +91,7 @@ def _load(path: Path, name: str, register: Callable[[str, Any], None], registere
         register(path.stem, _drafter_in(path, vars(module), name))
     for taken in before:
         if registered[taken] is not before[taken]:
-            raise ConfigError(f'--plugin: {path}: there is another drafter "{taken}"; rename one of them')
+            raise ConfigError(f'--plugin: {path}: another drafter is already named "{taken}"; rename one of them')
 
 
 def _drafter_in(path: Path, names: Mapping[str, Any], module: str) -> Any:

@@ -149,7 +149,7 @@ def begin(grammars: Callable[[], Grammars] | None, grammar: str) -> Matcher | No
     if not grammar:
         return None
     if grammars is None:
-        raise RecordError("structured: there is no tokenizer to read grammars with")
+        raise RecordError("structured: grammars need a tokenizer, and there is none")
     try:
         return grammars().matcher(grammar)
     except ConfigError as error:

@@ -98,7 +98,7 @@ class _Writer:
 
     def _quote(self, schema: dict[str, Any], where: str) -> str:
         if unknown := sorted(schema.keys() - QUOTE_KEYS):
-            raise RecordError(f'"{QUOTE}": "{unknown[0]}" at {where} cannot stand beside it')
+            raise RecordError(f'"{QUOTE}": "{unknown[0]}" at {where} cannot be combined with it')
         least, most = max(1, _count(schema, "minLength", where) or 0), _count(schema, "maxLength", where)
         length = f"(?s:.{{{least},{'' if most is None else most}}})"
         if length not in self._terminals:

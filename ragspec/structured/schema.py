@@ -59,15 +59,15 @@ def unwrapped(value: Any) -> Any:
         extra = sorted(each for each in value.keys() - LABELS - {key, "type"} if value[each] is not None)
         if extra or str(value.get("type", "json")) not in WRAPPERS:
             raise RecordError(
-                f'structured.json_schema: "{(extra or ["type"])[0]}" beside "{key or "type"}" is not known; '
-                "json_schema takes the schema alone"
+                f'structured.json_schema: "{(extra or ["type"])[0]}" is not allowed next to "{key or "type"}"; '
+                "json_schema takes only the schema"
             )
         if not key:
             return {"type": "object"}
         value = _parsed(value[key]) if isinstance(value[key], str) else value[key]
     if isinstance(value, dict) and (also := [key for key in SAFE if isinstance(value.get(key), dict)]):
         raise RecordError(
-            f'structured.json_schema: has both "{also[0]}" and keywords of JSON Schema; keep the one that is meant'
+            f'structured.json_schema: has both "{also[0]}" and keywords of JSON Schema; keep only one of them'
         )
     return value
 
@@ -242,7 +242,7 @@ def _check_required(schema: dict[str, Any], where: str) -> None:
     names = schema.get("required", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise RecordError(
-            f'structured.json_schema: {where}: "required" must be a list of names, beside "properties", not '
+            f'structured.json_schema: {where}: "required" must be a list of names next to "properties", not '
             f"{json.dumps(names)[:40]}"
         )
 

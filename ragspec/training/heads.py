@@ -41,7 +41,7 @@ def check_head(kind: str, checkpoint: Checkpoint) -> None:
             "--method draft_model needs nothing more"
         )
     if checkpoint.source.revision not in (None, "main"):
-        raise ConfigError(f"--method {kind}: a head's target has no revision; give its folder as `model`")
+        raise ConfigError(f"--method {kind}: heads cannot use a model revision; set `model` to a local folder")
     layers = checkpoint.config.get_text_config().num_hidden_layers
     if layers < LAYERS_READ:
         raise ConfigError(f"--method {kind}: the target has {layers} layers, and a head reads {LAYERS_READ}")
@@ -71,7 +71,7 @@ class Head:
         self._target = target.eval()
         self._norm = getattr(target.get_decoder(), "norm", None)
         if self._norm is None:
-            raise ConfigError(f"{self._refusal}its final norm has another name than `norm`")
+            raise ConfigError(f"{self._refusal}its final norm is not named `norm`")
         self._layers = read_layers(target.config.get_text_config().num_hidden_layers)
         try:
             self.model, self._forward_args = self._build(checkpoint, layers, examples)
@@ -167,7 +167,7 @@ class Head:
         taught = self.model.verifier_lm_head(self.model.verifier_norm(last)).float()
         away = float((torch.log_softmax(taught, -1) - torch.log_softmax(own, -1)).abs().max() / own.abs().max())
         if not away < MAX_LOGIT_ERROR:
-            raise ConfigError(f"{self._refusal}speculators computes other logits than the model ({away:.1%} apart)")
+            raise ConfigError(f"{self._refusal}speculators computes different logits from the model ({away:.1%} apart)")
 
     def _build(
         self, checkpoint: Checkpoint, layers: int | None, examples: Sequence[Example]

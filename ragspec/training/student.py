@@ -124,10 +124,14 @@ def cut_student(target: Any, count: int) -> Any:
         weights = _renumber(target.state_dict(), kept, layers)
         missing = student.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise ConfigError(f"train-draft: {type(target).__name__} cannot be cut to fewer layers ({error})") from error
+        raise ConfigError(
+            f"train-draft: {type(target).__name__} cannot be reduced to fewer layers ({error})"
+        ) from error
     tied = set(getattr(student, "_tied_weights_keys", None) or ())
     if missing.unexpected_keys or set(missing.missing_keys) - tied:
-        raise ConfigError(f"train-draft: {type(target).__name__} cannot be cut to fewer layers: its weights do not fit")
+        raise ConfigError(
+            f"train-draft: {type(target).__name__} cannot be reduced to fewer layers: its weights do not match"
+        )
     # only the token ids: transformers refuses to save some other settings that it loads
     ends = target.generation_config
     student.generation_config = GenerationConfig(

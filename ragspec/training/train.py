@@ -75,17 +75,17 @@ class Trained:
     def verdict(self) -> str:
         """Return the conclusion in a sentence."""
         if self.ratio is None:
-            return f"it was not timed: {self.untimed or 'no run came to its end'}"
+            return f"not timed: {self.untimed or 'no run finished'}"
         span = "one pass" if self.low is None else f"{self.low:.2f} to {self.high:.2f}"
         speed = f"{self.ratio:.2f}x ({span}) the speed without drafts"
         if self.pays is None:
             return (
-                f"whether it pays cannot be told: {speed}, which may be chance; compare on more records: ragspec "
+                f"inconclusive: {speed}, which may be chance; compare on more records: ragspec "
                 f"benchmark --method none --method {self.method} --repeat 9"
             )
         if self.pays:
-            return f"it pays on this machine: {speed}, end to end"
-        return f"it does not pay on this machine: {speed}; leave method as it was"
+            return f"it pays off on this machine: {speed}, end to end"
+        return f"it does not pay off on this machine: {speed}; keep the previous method"
 
 
 def train_draft(
@@ -151,7 +151,7 @@ def _target(config: RunConfig, method: str, layers: int | None) -> Checkpoint:
     Raises ConfigError if it cannot be loaded so, or cannot have such a draft.
     """
     if method not in METHODS:
-        raise ConfigError(f'--method: "{method}" cannot be trained; one of {", ".join(METHODS)}')
+        raise ConfigError(f'--method: "{method}" cannot be trained; choose one of {", ".join(METHODS)}')
     if config.model is None or config.runner == "fake":
         raise ConfigError("model: train-draft needs a model that transformers loads")
     given = {key: value for key, value in config.runner_args.items() if key in LOAD_ARGS}

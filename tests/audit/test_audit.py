@@ -310,7 +310,7 @@ def test_sampled_records_of_a_draft_model_are_left_out_and_said_so(tiny, tiny_dr
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"speculation": {"method": "none"}}, "none has nothing to verify"),
+        ({"speculation": {"method": "none"}}, "with method none there is nothing to verify"),
         ({"sampling": {"temperature": 0.7}, "runner_args": {"engine": "transformers"}}, "same distribution"),
     ],
 )

@@ -171,14 +171,17 @@ def test_search_shows_passages_and_their_files(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["ask", "  ", *FAKE], "QUESTION: is empty"),
-        (["ask", "caf\udce9?", *FAKE], "QUESTION: is not UTF-8"),
-        (["search", "", "--index", "x"], "WORDS: is empty"),
+        (["ask", "  ", *FAKE], "QUESTION: must not be empty"),
+        (["ask", "caf\udce9?", *FAKE], "QUESTION: is not valid UTF-8"),
+        (["search", "", "--index", "x"], "WORDS: must not be empty"),
         (["search", "x", "--index", "nowhere"], 'retrieval.index: "nowhere": no index there'),
         (["ask", "x", *FAKE, "--index", "nowhere"], 'retrieval.index: "nowhere": no index there'),
         (["ask", "x", *FAKE, "--corpus", "nowhere"], "--corpus: nowhere: no such file or folder"),
         (["ask", "x", *FAKE, "--context", "nowhere"], "--context: nowhere: no such file"),
-        (["ask", "x", *FAKE, "--context", "a", "--corpus", "b"], "--index, --corpus and --context: give one of them"),
+        (
+            ["ask", "x", *FAKE, "--context", "a", "--corpus", "b"],
+            "--index, --corpus and --context: give only one of them",
+        ),
         (["ask", *FAKE, "--context", "-"], "stdin cannot be both"),
         (["ask", "x", "--model", "nowhere/none"], 'model: "nowhere/none": is not a local folder'),
         (["ask", "x", "--set", "model=nowhere/none"], 'model: "nowhere/none": is not a local folder'),

@@ -15,7 +15,7 @@ from ragspec.stats import RunSummary
 from tests.report.test_report import ratio, run
 
 NAMES = ("none-b64", "context-b64-k4-shared", "huggingface-draft_model-b64-k8-canonical", "prompt_lookup")
-NOTE = "in.jsonl:100: " + "huggingface, as chosen by auto: expected to be done some 12 s before vLLM; " * 3
+NOTE = "in.jsonl:100: " + "huggingface, as chosen by auto: expected to finish about 12 s before vLLM; " * 3
 
 
 class Terminal(io.StringIO):

@@ -116,7 +116,7 @@ def test_a_config_can_go_to_stdout(tmp_path, questions):
     flags = [*FAKE, "-i", questions, "--temperature", 0.5]
     done = invoke("generate", *flags, "-o", tmp_path / "a.jsonl", "--save-config", "-")
     assert yaml.safe_load(done.stdout)["sampling"] == {"temperature": 0.5}
-    assert "answers go to stdout, too" in str(invoke("generate", *flags, "--save-config", "-").exception)
+    assert "answers also go to stdout" in str(invoke("generate", *flags, "--save-config", "-").exception)
     assert yaml.safe_load(invoke("init", "-", *flags).stdout)["output"] == "answers.jsonl"
     assert not list(tmp_path.glob("-"))
 
@@ -126,7 +126,7 @@ def test_a_resumed_output_says_what_its_earlier_lines_lack(tmp_path, questions, 
     run = ["generate", *FAKE, "-i", questions, "-o", tmp_path / name]
     assert invoke(*run, "--limit", 1).exit_code == 0
     said = [invoke(*run, "--include", "query").stderr for _ in range(2)]
-    assert all("lines of an earlier run have no query; --no-resume" in each for each in said)
+    assert all("lines of an earlier run have no query; use --no-resume" in each for each in said)
     for how in ("--no-resume", "--resume"):
         assert "earlier" not in invoke(*run, "--include", "query", how).stderr
     assert "have no contexts" in invoke(*run, "--include", "query", "--include", "contexts").stderr
@@ -146,8 +146,8 @@ def test_a_config_of_init_runs(tmp_path, questions, monkeypatch):
     assert invoke("generate", "-c", "ragspec.yaml").exit_code == 0
     with open("a.csv", newline="") as file:
         assert [row["id"] for row in csv.DictReader(file)] == ["1", "3"]
-    assert str(invoke("init", *FAKE, "-i", questions).exception).startswith("ragspec.yaml: is there already")
-    assert "--input: missing; there is no terminal" in str(invoke("init", "new.yaml", *FAKE).exception)
+    assert str(invoke("init", *FAKE, "-i", questions).exception).startswith("ragspec.yaml: already exists")
+    assert "--input: missing, and there is no terminal" in str(invoke("init", "new.yaml", *FAKE).exception)
 
 
 @pytest.mark.parametrize(

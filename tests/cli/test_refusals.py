@@ -98,4 +98,4 @@ def test_a_package_that_is_not_installed_is_named_with_what_installs_it(tmp_path
 def test_columns_without_the_file_that_they_belong_to_are_refused(tmp_path):
     answers = write_jsonl(tmp_path / "a.jsonl", [{"id": "a", "output": "x"}])
     done = CliRunner().invoke(app, ["evaluate", answers, "--columns", "query=q"])
-    assert "--columns names the columns of --references; give that file too" in str(done.exception)
+    assert "--columns applies to --references; give that file too" in str(done.exception)

@@ -73,13 +73,13 @@ def test_quiet_says_nothing_unless_something_fails(tmp_path, questions):
     assert ran(tmp_path, questions, "-q", "--log-every", "0.05", delay_s=0.1).stderr == ""
     done = ran(tmp_path, questions, "-q", fail="[q3, q4]")
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-    assert "2 records: the fake runner was told to fail here" in done.stderr
+    assert "2 records: the fake runner is configured to fail here" in done.stderr
 
 
 def test_verbose_names_every_record(tmp_path, questions):
     said = ran(tmp_path, questions, "-v", fail="[q3]").stderr.splitlines()
     assert sum(line.startswith("q") for line in said) == 20
-    assert "q3: failed: the fake runner was told to fail here" in said
+    assert "q3: failed: the fake runner is configured to fail here" in said
 
 
 @pytest.mark.slow

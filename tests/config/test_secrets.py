@@ -226,7 +226,7 @@ def test_an_environment_variable_stands_for_a_secret(monkeypatch):
     assert revealed(config.args().model_args)["headers"] == {"Authorization": f"Bearer {WORD}"}
     assert WORD not in config.redactor()(f"401 for {WORD}")
     monkeypatch.delenv("MY_TOKEN")
-    message = r"runner_args\.model_args\.token: \$\{MY_TOKEN\}: there is no such environment variable"
+    message = r"runner_args\.model_args\.token: \$\{MY_TOKEN\}: this environment variable is not set"
     with pytest.raises(ConfigError, match=message):
         build_config({"model": "m", "runner_args": args})
 
@@ -323,7 +323,7 @@ def test_a_written_config_names_an_environment_variable_in_the_place_of_a_secret
     assert SHAPED not in text
     name = "RAGSPEC_RUNNER_ARGS_MODEL_ARGS_TOKEN"
     assert f"#   {name}: the value of runner_args.model_args.token" in text
-    with pytest.raises(ConfigError, match="there is no such environment variable"):
+    with pytest.raises(ConfigError, match="this environment variable is not set"):
         load_config(str(path))
     monkeypatch.setenv(name, WORD)
     monkeypatch.setenv("RAGSPEC_RUNNER_ARGS_MODEL_ARGS_OTHER", SHAPED)

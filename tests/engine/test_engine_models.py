@@ -214,7 +214,7 @@ def test_a_batch_size_is_chosen_and_said(tiny, monkeypatch, temperature):
     sampling = {"temperature": temperature, "seed": 3}
     outcomes, about, runner = run(tiny, "context", {"batch_size": "auto"}, sampling)
     assert about["batch_size"] == 16
-    assert any("batch_size: auto chose 16: more would add" in note for note in runner.notes)
+    assert any("batch_size: auto chose 16: a larger batch would" in note for note in runner.notes)
     alone, _, _ = run(tiny, "none", {"batch_size": 1}, sampling)
     assert tokens(outcomes) == tokens(alone)
 
@@ -225,7 +225,7 @@ def test_memory_limits_the_batch_size(tiny, monkeypatch):
     monkeypatch.setattr(capacity, "free_on", lambda device: 200_000)
     _, about, runner = run(tiny, "none", {"batch_size": "auto"})
     assert 1 < about["batch_size"] < 16
-    assert any("of free memory" in note for note in runner.notes)
+    assert any("available for the KV cache" in note for note in runner.notes)
 
 
 @pytest.mark.parametrize(

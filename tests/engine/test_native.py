@@ -53,7 +53,7 @@ def test_no_compiler_is_a_note_and_torch_computes(fresh, monkeypatch):
     notes = []
     model = prepared.prepare(llama(), notes)
     assert model.kernels is None
-    assert notes == ["kernels: torch's own are used, which are slower, because there is no C++ compiler (g++)"]
+    assert notes == ["kernels: using torch's slower kernels, because no C++ compiler (g++) was found"]
 
 
 def test_a_compiler_that_fails_is_named(fresh, tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_attention_that_a_compiler_made_wrong_is_left_to_torch(monkeypatch, spoi
     notes = []
     monkeypatch.setattr(prepared, "attention_is_exact", lambda kernels: False)
     assert prepared.prepare(llama(), notes).kernels is None
-    assert notes == ["kernels: attention is torch's own, as what the C++ compiler made of ours computes something else"]
+    assert notes == ["kernels: attention is torch's own, because our compiled kernels give different results"]
 
 
 def test_attention_that_a_compiler_made_slow_is_left_to_torch(monkeypatch):
@@ -134,4 +134,4 @@ def test_attention_that_a_compiler_made_slow_is_left_to_torch(monkeypatch):
     notes = []
     monkeypatch.setattr(prepared, "kernels_are_faster", lambda kernels: False)
     assert prepared.prepare(llama(), notes).kernels is None
-    assert notes == ["kernels: attention is torch's own, which is faster here than what the C++ compiler made of ours"]
+    assert notes == ["kernels: attention is torch's own, which is faster here than our compiled kernels"]

@@ -135,7 +135,7 @@ def test_a_text_that_is_too_long_in_the_drafts_tokens_goes_on_without_drafts(tin
 
     short = save_gpt2(tmp_path / "short", tokenizer_of("bytes", sample_texts), positions=64)
     runner = run_with(tiny, short, [text[:80] for text in sample_texts[:3]], num_tokens=3)
-    assert any("longer than the 64 tokens that the draft model attends to" in note for note in runner.notes)
+    assert any("exceeded the draft model's context of 64 tokens" in note for note in runner.notes)
     assert not any("drafting failed" in note for note in runner.notes)
 
 

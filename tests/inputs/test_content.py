@@ -275,7 +275,7 @@ def test_squads_articles_are_a_row_per_question_as_on_the_hub(tmp_path, indent):
         ('{"data": [{"query": "a"}],\n "n" 1}', r"in\.json: record 2: not valid JSON \(a colon is missing\)"),
         ('{"train": [{"query": "a"}], "test": [{"query": "b"}]}', 'two lists of records, "train" and "test"'),
         ('{"notes": [{"x": "a"}], "query": "b"}\n\n', None),
-        ('{"notes": [{"x": "a"}],\n "query": "b"}', 'has "query" beside its list "notes"'),
+        ('{"notes": [{"x": "a"}],\n "query": "b"}', 'has "query" next to its list "notes"'),
     ],
 )
 def test_a_document_that_is_none_is_one_line(tmp_path, text, message):
@@ -377,7 +377,7 @@ def test_a_bad_first_line_of_jsonl_costs_that_line_alone(tmp_path, text):
 @pytest.mark.parametrize("content", [b"SQLite format 3\0" + bytes(100), bytes(200), b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"])
 def test_what_is_no_text_is_one_line_and_not_one_per_line(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name}: is neither text nor in a format that is read"):
+    with pytest.raises(ConfigError, match=f"{name}: is neither text nor a supported format"):
         rows(tmp_path / name)
 
 

@@ -304,13 +304,13 @@ def test_forms_of_answers(field, value, meant):
     [
         ({"response_format": {"type": "xml"}}, "\"body.response_format.type\": 'xml' is not supported; known: text"),
         ({"response_format": {"type": "json_schema"}}, '"body.response_format.json_schema.schema" must be an object'),
-        ({"response_format": {"type": "text", "schema": SCHEMA}}, '"body.response_format.schema" is not known beside'),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, '"body.response_format.schema" is not allowed with'),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "stric": True}}},
             '"body.response_format.json_schema.stric" is not known',
         ),
-        ({"format": SCHEMA}, '"body.format" is another library\'s; write "response_format"'),
-        ({"regex": "a+"}, '"body.regex" is another library\'s; write "structured_outputs": {"regex": ...}'),
+        ({"format": SCHEMA}, '"body.format" belongs to another library; write "response_format"'),
+        ({"regex": "a+"}, '"body.regex" belongs to another library; write "structured_outputs": {"regex": ...}'),
         ({"response_format": "json"}, '"body.response_format" must be an object, got a string'),
         ({"structured_outputs": {"structural_tag": "x"}}, '"body.structured_outputs.structural_tag" is not supported'),
         ({"structured_outputs": {"json": "{"}}, '"body.structured_outputs": its schema is not JSON'),

@@ -269,7 +269,7 @@ def test_a_run_says_where_passages_are_missing(tmp_path, records, more, note):
 def test_a_run_says_how_many_records_lost_their_only_passages(tmp_path, limit):
     big = {"query": "Why?", "contexts": ["x" * 100]}
     (note,) = notes(tmp_path, [big, big, WITH | {"query": "Why?"}], **limit)
-    assert note.startswith("2 of 3 records were answered without passages, as not even their first one fits")
+    assert note.startswith("2 of 3 records were answered without passages, because not even their first one fits")
     lines = read_jsonl(tmp_path / "out.jsonl")
     assert [(len(line["contexts"]), len(line.get("dropped_contexts", []))) for line in lines] == [
         (0, 1),

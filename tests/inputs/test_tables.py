@@ -356,7 +356,7 @@ def test_an_empty_path_is_refused(path):
 def test_an_output_inside_the_inputs_folder_is_refused_before_anything_is_written(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", RECORDS)
     config = build_config({"runner": "fake", "input": str(tmp_path), "output": str(tmp_path / "out.jsonl")})
-    with pytest.raises(ConfigError, match="lies in the input's folder"):
+    with pytest.raises(ConfigError, match="is inside the input's folder"):
         generate(config)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

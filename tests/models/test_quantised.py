@@ -75,5 +75,5 @@ def test_a_library_that_is_missing_is_named(tiny, monkeypatch):
         if name.partition(".")[0] == "bitsandbytes":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ModelError, match=r"needs a package that is not here: .*bitsandbytes.*; install it"):
+    with pytest.raises(ModelError, match=r"needs a package that is not installed: .*bitsandbytes.*; install it"):
         answers(tiny, "none", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})

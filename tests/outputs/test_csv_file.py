@@ -84,7 +84,7 @@ def test_a_file_that_a_spreadsheet_has_changed_is_left_alone(tmp_path, change):
     path = tmp_path / "a.csv"
     changed = change(path.read_bytes())
     path.write_bytes(changed)
-    with pytest.raises(ConfigError, match=r"a.csv: its header is not ragspec's any more"):
+    with pytest.raises(ConfigError, match=r"a.csv: its header is no longer ragspec's"):
         run(tmp_path)
     assert path.read_bytes() == changed
 

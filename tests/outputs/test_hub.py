@@ -196,12 +196,12 @@ def test_what_cannot_be_pushed_is_said_in_a_line(tmp_path, hub):
         ([answers, "me/answers"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
         ([answers, "me/answers"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "does not answer"),
         ([answers, "me/public", "--private"], {}, "is public"),
-        ([answers, "me/questions"], {}, "not ragspec's (data/train-00000"),
-        ([answers, "me/csv"], {}, "has data already (train.csv)"),
+        ([answers, "me/questions"], {}, "not written by ragspec (data/train-00000"),
+        ([answers, "me/csv"], {}, "already has data (train.csv)"),
         ([tmp_path / "missing.jsonl", "me/answers"], {}, "no such file; ANSWERS takes the output of a run"),
         ([tmp_path / "empty.jsonl", "me/answers"], {}, "contains no answers"),
         ([tmp_path / "other.jsonl", "me/answers"], {}, "its lines need id and output"),
-        (["-", "me/answers"], {}, "a stream does not say"),
+        (["-", "me/answers"], {}, "cannot push a stream"),
     ]
     for args, more, said in cases:
         command, environment = pushing(hub, *args, **{"token": TOKEN, **more})
@@ -230,8 +230,8 @@ def test_a_run_that_has_not_ended_is_pushed_only_on_request(tmp_path, hub):
     cases = {
         "its run has not ended (at 5 of 9 records)": finished | {"state": "running", "input_records": 9},
         "its run was stopped at 5 of 9 records": finished | {"state": "stopped", "input_records": 9},
-        "holds 5 records, and its last finished run left 4": finished | {"totals": {"records": 4, "failed": 0}},
-        "there is no ": None,
+        "has 5 records, but had 4 after its last finished run": finished | {"totals": {"records": 4, "failed": 0}},
+        "cannot tell whether its run has ended": None,
     }
     for said, content in cases.items():
         statistics.unlink(missing_ok=True)

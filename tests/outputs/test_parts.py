@@ -425,14 +425,14 @@ def test_parts_are_not_read_as_records_by_the_next_run(place, tmp_path):
     """Whatever way the input names the place of the output."""
     ask = {"runner": "fake"}
     for name in ("in/answers/", "in/"):
-        with pytest.raises(ConfigError, match="lies in the input's folder"):
+        with pytest.raises(ConfigError, match="is inside the input's folder"):
             generate(build_config(ask | {"input": made(place, "in"), "output": place.path(name)}))
     source = f"{place.path('in')}/**/*.zst"
     made(place, "in")
     output = {"output": place.path("in/answers/"), "input": source}
     target_of(config_of(place, "in/answers/")).open().close()
     write(place, "in/answers/", "a")
-    with pytest.raises(ConfigError, match=r"the input .*part-00000.jsonl.zst lies in it"):
+    with pytest.raises(ConfigError, match=r"contains the input .*part-00000.jsonl.zst"):
         generate(build_config(ask | output))
 
 
@@ -446,7 +446,7 @@ def made(place, name):
 def test_a_folder_of_somebody_elses_is_not_written_to(place):
     made(place, "site")
     place.put("site/_manifest.json", b'{"name": "site"}')
-    with pytest.raises(ConfigError, match=r"site/: has _manifest.json already, and no _run.json of ragspec's"):
+    with pytest.raises(ConfigError, match=r"site/: already has _manifest.json, but no _run.json written by ragspec"):
         journal(place, "site/")
     assert place.files("site/")["_manifest.json"] == b'{"name": "site"}'
 

@@ -53,7 +53,7 @@ def test_a_run_appears_in_one_commit(tmp_path, given):
     assert seen == [None] * 6
     found = rows(tmp_path)
     assert [row["id"] for row in found] == [f"q{i}" for i in range(6)]
-    assert found[3]["error"]["message"] == "the fake runner was told to fail here"
+    assert found[3]["error"]["message"] == "the fake runner is configured to fail here"
     assert "question 0\n" in found[0]["output"]
     assert lancedb.connect(tmp_path).open_table("answers").version == 1
     assert not list(tmp_path.glob("*.lines.jsonl"))
@@ -161,7 +161,7 @@ def test_answers_in_a_table_are_evaluated(tmp_path, given):
 def test_a_table_of_others_is_left_alone(tmp_path, given):
     lancedb.connect(tmp_path).create_table("answers", data=[{"x": 1}])
     for resume in (True, False):
-        with pytest.raises(ConfigError, match=r"answers\.lance: is there already, and no answers\.lance\.run\.json"):
+        with pytest.raises(ConfigError, match=r"answers\.lance: already exists, but has no answers\.lance\.run\.json"):
             generate(given(), resume=resume)
     assert rows(tmp_path) == [{"x": 1}]
 

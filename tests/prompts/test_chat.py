@@ -152,7 +152,7 @@ def test_tools_are_text_as_all_that_a_record_brings():
 
 
 def test_arguments_that_are_not_a_templates_are_refused():
-    with pytest.raises(ConfigError, match=r"prompt\.chat_template_kwargs\.tokenize: is ragspec's own"):
+    with pytest.raises(ConfigError, match=r"prompt\.chat_template_kwargs\.tokenize: is set by ragspec"):
         written(PLAIN, QUERY, chat_template_kwargs={"tokenize": True})
     with pytest.raises(RecordError, match=r"chat_template_kwargs\.chat_template"):
         written(PLAIN, Record("q", query="x", template_args={"chat_template": "x"}))
@@ -288,7 +288,11 @@ def notes_of(folder, tokenizer=None):
 
 @pytest.mark.parametrize(
     ("content", "note"),
-    [("{", "cannot be read"), ("", "cannot be read"), ('{"eos_token_id": 99999}', "cannot write its end token (99999")],
+    [
+        ("{", "cannot be read"),
+        ("", "cannot be read"),
+        ('{"eos_token_id": 99999}', "cannot generate its end token (99999"),
+    ],
 )
 def test_a_generation_config_that_is_odd_is_told(content, note, tiny, tmp_path):
     import shutil
@@ -335,8 +339,8 @@ def test_a_turn_that_ends_with_no_end_token_is_told(tiny):
     source = resolve(tiny)
     config = read_model_config(source)
     assert model_notes(source, config, tokenizer) == [
-        'the chat template ends an answer with "<|im_end|>", which is no end token of the model: answers may go on '
-        f"with another turn; sampling.stop_token_ids: [{turn}] ends them there"
+        'the chat template ends an answer with "<|im_end|>", which is not an end token of the model: answers may '
+        f"continue with another turn; set sampling.stop_token_ids: [{turn}] to end them there"
     ]
     assert model_notes(source, config, tokenizer, stops=[turn]) == []
     assert model_notes(source, config, tokenizer, {"eos_token_id": [0, turn]}) == []

@@ -61,7 +61,7 @@ def test_a_gate_that_fails_counts_more_than_one_that_cannot_tell():
 def test_a_gate_on_what_a_judge_will_tell_waits_for_it():
     gates = [parse_gate("correct >= 90"), parse_gate("correct >= -1")]
     check_computed(gates, scores=[], others=["correct"], later=["correct"])
-    with pytest.raises(ConfigError, match="was not computed: no answer has it"):
+    with pytest.raises(ConfigError, match="was not computed: no answer has this score"):
         check_computed(gates, scores=[], others=["correct"], later=[])
 
 
@@ -69,7 +69,7 @@ def test_a_gate_on_what_a_judge_will_tell_waits_for_it():
     "text", ["f1", "f1 = 3", "f1 == 3", "f1 >= x", ">= 3", "f1 >= 1e3", "f1 >= 1,5", "f1 >= -", ""]
 )
 def test_what_is_no_condition_is_refused(text):
-    with pytest.raises(ConfigError, match=r'is no condition; write it like "f1 >= -0\.5"'):
+    with pytest.raises(ConfigError, match=r'is not a valid condition; write it like "f1 >= -0\.5"'):
         parse_gate(text)
 
 
@@ -112,7 +112,7 @@ def test_exit_codes_say_what_the_gates_decided(runs):
     assert "gate f1 >= 99: failed: 75.0" in failed.stderr
     unclear = run(old, "--against", new, "--gate", "f1 >= -0.5")
     assert unclear.exit_code == 4
-    assert "gate f1 >= -0.5: cannot tell: -2.5 (" in unclear.stderr
+    assert "gate f1 >= -0.5: undecided: -2.5 (" in unclear.stderr
     gates = json.loads(unclear.stdout)["gates"]
     assert [(each["gate"], each["outcome"]) for each in gates] == [("f1 >= -0.5", "unclear")]
 
@@ -120,7 +120,7 @@ def test_exit_codes_say_what_the_gates_decided(runs):
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["--gate", "exact_mach >= 3"], '"exact_mach" is no score; did you mean "exact_match"?'),
+        (["--gate", "exact_mach >= 3"], '"exact_mach" is not a known score; did you mean "exact_match"?'),
         (["--gate", "f1 >= -0.5"], "a number with a sign is a difference; name the other run with --against"),
         (
             ["--gate", "judged_right >= 50"],
@@ -136,13 +136,13 @@ def test_a_gate_that_cannot_be_decided_is_told_before_anything_is_read(args, why
 
 def test_a_gate_on_a_score_that_no_answer_has_is_told_before_a_judge_loads(tmp_path, runs, monkeypatch):
     monkeypatch.setattr("ragspec.quality.evaluate.verdicts", lambda *_: pytest.fail("the judge answers"))
-    with pytest.raises(ConfigError, match="citation_recall was not computed: no answer has it"):
+    with pytest.raises(ConfigError, match="citation_recall was not computed: no answer has this score"):
         evaluate(runs[0], references=runs[0], judge=object(), gates=[parse_gate("citation_recall >= 3")])
 
 
 def test_a_gate_on_a_score_that_the_other_run_lacks_is_told(tmp_path, runs):
     other = write_jsonl(tmp_path / "bare.jsonl", [{"id": f"q{i}", "output": "Ann"} for i in range(40)])
-    with pytest.raises(ConfigError, match="f1 was not computed: no answer of the other run has it"):
+    with pytest.raises(ConfigError, match="f1 was not computed: no answer in the other run has this score"):
         evaluate(runs[0], against=other, gates=[parse_gate("f1 >= -3")])
     assert evaluate(runs[0], against=other, gates=[parse_gate("f1 >= 50")]).verdicts[0].outcome == "passed"
 

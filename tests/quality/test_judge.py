@@ -64,7 +64,7 @@ def test_a_judge_that_says_nothing_usable_is_told_of(tmp_path):
     answers = write_jsonl(tmp_path / "out.jsonl", [{"id": "q0", "output": "Ann"}])
     records = write_jsonl(tmp_path / "in.jsonl", [{"id": "q0", "query": "Who?", "reference": "Ann"}])
     said = evaluate(answers, references=records, judge=build_config({"runner": "fake"}))  # it knows no grammars
-    assert "the judge has no verdict on 1 answers" in said.notes
+    assert "the judge gave no verdict on 1 answers" in said.notes
     assert "judged_right" not in said.scores
     with pytest.raises(ConfigError, match="--judge needs the questions"):
         evaluate(answers, judge=build_config({"runner": "fake"}))

@@ -245,7 +245,7 @@ def test_a_table_has_scopes_and_each_value_its_label(results):
 def test_every_chart_has_its_figures_in_words(results):
     page = render(results)
     assert page.count('<svg role="img" aria-label="') == page.count("<svg")
-    assert "context beside none: 1.50x (1.40 to 1.60)" in page
+    assert "context vs. none: 1.50x (1.40 to 1.60)" in page
 
 
 def test_ratios_are_on_a_logarithmic_axis_around_one():

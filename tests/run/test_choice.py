@@ -83,7 +83,7 @@ def test_what_only_our_engine_has_is_answered_there(more, monkeypatch):
 def test_what_only_vllm_has_is_answered_there():
     chosen = choose_runner(config(speculation={"method": "suffix"}, runner_args={"max_model_len": 512}), 1)
     assert chosen.config.runner == "vllm"
-    assert chosen.why.endswith("only that has what the config asks for")
+    assert chosen.why.endswith("only this runner supports the config")
 
 
 def test_the_size_of_the_input_decides(monkeypatch):
@@ -92,7 +92,7 @@ def test_the_size_of_the_input_decides(monkeypatch):
     assert choose_runner(config(), None).config.runner == "huggingface"
     chosen = choose_runner(config(), 10**6)
     assert chosen.config.runner == "vllm"
-    assert "s before huggingface, by what is usual: neither has run here yet" in chosen.why
+    assert "s before huggingface, by default estimates: neither has run here yet" in chosen.why
 
 
 def test_prompts_count_as_much_as_answers(tmp_path, monkeypatch):

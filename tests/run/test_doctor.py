@@ -97,7 +97,7 @@ def test_the_compiler_is_named_or_missed(monkeypatch):
     from ragspec.run.doctor import examine_machine
 
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
-    assert any("there is no C++ compiler (g++), so torch's own" in finding.text for finding in examine_machine())
+    assert any("no C++ compiler (g++) was found, so torch's own" in finding.text for finding in examine_machine())
     monkeypatch.undo()
     if compiler.shutil.which("g++"):
         assert any(finding.text.startswith("compiler: g++") for finding in examine_machine())

@@ -161,7 +161,9 @@ def test_two_drafters_of_one_name_are_one_line(plugin):
     plugin(DRAFTER, "a/mine.py")
     plugin(DRAFTER, "b/mine.py")
     for _ in range(2):  # the second time, too
-        with pytest.raises(ConfigError, match=r'b/mine.py: there is another drafter "mine"; rename one of them'):
+        with pytest.raises(
+            ConfigError, match=r'b/mine.py: another drafter is already named "mine"; rename one of them'
+        ):
             methods.known_methods()
 
 
@@ -187,7 +189,10 @@ def test_a_path_that_is_no_python_file_is_one_line(tmp_path, name, message):
     [
         ("1 / 0", "mine.py: ZeroDivisionError: division by zero"),
         ("x = 1", "has 0 classes with a method `open`; call ragspec.register_drafter"),
-        (DRAFTER + "import ragspec\nragspec.register_drafter('context', Mine)", "ragspec has a method of that name"),
+        (
+            DRAFTER + "import ragspec\nragspec.register_drafter('context', Mine)",
+            "ragspec already has a method of that name",
+        ),
     ],
 )
 def test_a_file_that_is_no_drafter_is_one_line(plugin, text, message):

@@ -81,7 +81,7 @@ def test_one_bad_record_is_an_error_line_and_the_batch_goes_on(tmp_path):
     assert '"contexts" must be a list' in messages["ctx"]
     assert 'in.jsonl:7: id "good" appears twice' in messages["good"]
     assert "over the model's 40 less max_new_tokens (8)" in messages["long"]
-    assert "told to fail" in messages["fails"]
+    assert "configured to fail" in messages["fails"]
     assert '"body.temperature": -1' in messages["hot"]
 
 
@@ -309,7 +309,9 @@ def test_why_records_of_an_earlier_run_failed_is_told_again(tmp_path):
     config = fake(tmp_path, questions(3), runner_args={"fail_ids": ["q0", "q1", "q2"]})
     first, again = run(config), run(config)
     assert again.failures.records == 0
-    assert again.totals.failures.ranked() == first.failures.ranked() == [("the fake runner was told to fail here", 3)]
+    assert (
+        again.totals.failures.ranked() == first.failures.ranked() == [("the fake runner is configured to fail here", 3)]
+    )
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_what_is_no_budget_is_one_line(text):
 
 @pytest.mark.parametrize("price", ["0/h", "0/Mtok", "0.3/kWh@0W"])
 def test_money_that_is_never_spent_is_one_line(price):
-    with pytest.raises(ConfigError, match=f"--price {price}: at no cost"):
+    with pytest.raises(ConfigError, match=f"--price {price}: with a price of zero"):
         Budget.of("$5", [Price.of(price)])
 
 
@@ -82,10 +82,10 @@ def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger
     assert (statistics["state"], statistics["input_records"]) == ("stopped", 40)
     more = generate(config, budget=Budget("900tok", tokens=900))
     assert 500 < more.totals.prompt_tokens + more.totals.output_tokens <= 900
-    with pytest.raises(ConfigError, match="already spent; the output took"):
+    with pytest.raises(ConfigError, match="already used up; the output took"):
         generate(config, budget=Budget("300tok", tokens=300))
     used = more.totals.prompt_tokens + more.totals.output_tokens
-    with pytest.raises(ConfigError, match="already spent"):
+    with pytest.raises(ConfigError, match="already used up"):
         generate(config, budget=Budget("all of it", tokens=used))
     rest = generate(config)
     assert summary.records + more.records + rest.records == 40
@@ -176,7 +176,7 @@ def test_the_command_stops_like_an_interrupted_one(tmp_path):
     path.write_text(json.dumps(config.model_dump(mode="json", exclude={"retrieval", "structured", "scale"})))
     done = CliRunner().invoke(app, ["generate", "-c", str(path), "--budget", "500tok"])
     assert done.exit_code == 130
-    assert "stopped: --budget 500tok is spent" in done.stderr
+    assert "stopped: --budget 500tok is used up" in done.stderr
     done = CliRunner().invoke(app, ["generate", "-c", str(path), "--budget", "$5"])
     assert "needs one --price" in str(done.exception)
 

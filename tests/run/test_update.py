@@ -259,7 +259,7 @@ def test_answers_whose_records_left_stay_until_they_are_pruned(out):
     generate(config_of(out, questions(6)))
     config = config_of(out, questions(4))
     summary, said = update(config)
-    assert "2 answers whose records left the input stay too" in said
+    assert "2 answers of records that left the input stay too" in said
     assert (len(lines_of(out)), summary.totals.records) == (6, 6)
     assert dry_update(config, limit=None, retry_failed=False, prune=False).left == ["q4", "q5"]
     update(config, prune=True)
@@ -447,7 +447,7 @@ def test_outputs_of_another_kind_are_refused(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"results": []}\n')
     with pytest.raises(ConfigError, match=r"results\.jsonl is not an output of `ragspec generate`"):
         generate(config_of(tmp_path / "results.jsonl", questions(2)), update=True)
-    with pytest.raises(ConfigError, match="keeps no answers"):
+    with pytest.raises(ConfigError, match="cannot be updated"):
         generate(build_config({"runner": "fake", "input": config.input.path[0], "output": "-"}), update=True)
     with pytest.raises(ConfigError, match="--prune"):
         generate(config, update=True, prune=True, limit=1)

@@ -127,7 +127,7 @@ def test_a_refused_request_is_a_failure_and_the_others_are_answered(engine):
     asked[1] = Request(1, "long", [5] * 600, asked[1].sampling)
     outcomes = {outcome.index: outcome for outcome in engine.generate(asked)}
     assert [isinstance(outcomes[i], Failure) for i in range(3)] == [False, True, False]
-    assert "vLLM refuses it" in outcomes[1].message
+    assert "vLLM rejects it" in outcomes[1].message
     assert outcomes[1].kind == "RecordError"
 
 
@@ -340,7 +340,7 @@ def test_a_stop_string_ends_the_answer(engine):
     ("change", "message"),
     [
         ({"runner_args": {"max_modellen": 4}}, 'runner_args.max_modellen" is not an argument of vLLM; did you mean'),
-        ({"runner_args": {"max_model_len": 99999}}, "vLLM refuses the configuration"),
+        ({"runner_args": {"max_model_len": 99999}}, "vLLM rejects the configuration"),
         ({"speculation": {"method": "draft_model", "draft_model": "tiny_stranger"}}, "the tokenizer of "),
         ({"speculation": {"method": "speculative_config", "speculative_config": {"method": "x"}}}, "vLLM refuses"),
     ],

@@ -132,7 +132,7 @@ def save_mlp_speculator(folder, target):
     ("method", "make", "message"),
     [
         ("dspark", heads.save_dflash, "speculation.method: dspark needs a GPU"),
-        ("mlp_speculator", save_mlp_speculator, "vLLM refuses the configuration"),
+        ("mlp_speculator", save_mlp_speculator, "vLLM rejects the configuration"),
     ],
 )
 def test_a_head_that_the_cpu_build_cannot_run_is_refused_before_any_weights_load(demo, tmp_path, method, make, message):

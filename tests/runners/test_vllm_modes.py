@@ -166,7 +166,7 @@ def test_a_run_goes_on_as_plain_vllm_where_that_finishes_sooner_with_the_same_an
     assert ratio is None or ratio > 0
     assert left_s > 0 < load_s
     assert json.dumps(runner.about()["modes"])
-    assert any("started again as plain vLLM" in note for note in runner.notes)
+    assert any("restarted as plain vLLM" in note for note in runner.notes)
 
 
 @pytest.mark.vllm

@@ -92,7 +92,7 @@ def test_a_prefix_cache_that_is_not_emptied_is_noted(engine, monkeypatch):
     monkeypatch.setattr(module, "RESET_TRIES", 2)
     monkeypatch.setattr(engine.engine, "reset_prefix_cache", lambda: False)
     ordered(engine.generate(asked(engine, max_new_tokens=2)))
-    assert any("could not empty its prefix cache" in note for note in engine.notes)
+    assert any("could not clear its prefix cache" in note for note in engine.notes)
     monkeypatch.undo()
     ordered(engine.generate(asked(engine, max_new_tokens=2)))
     assert not any("prefix cache" in note for note in engine.notes)
@@ -142,7 +142,7 @@ def test_an_engine_that_dies_is_started_again_once_with_what_is_left(engine, exp
     engine_process(engine).kill()
     rest = list(outcomes)
     assert [one.token_ids for one in ordered([first, *rest])] == expected[0]
-    assert [note for note in engine.notes if "signal 9" in note and "started again" in note]
+    assert [note for note in engine.notes if "signal 9" in note and "restarted" in note]
     many = [replace(one, index=i, id=f"r{i}") for i, one in enumerate(asked(engine) * 12)]  # more than fit in a queue
     again = engine.generate(many)  # the next run may restart it too
     seen = [next(again)]

@@ -413,7 +413,7 @@ def test_no_compiler_is_one_note_and_python_drafts(uncompiled):
     drafters = drafters_on(HF, "auto", DrafterSettings())
     assert {type(drafter) for drafter in drafters.values()} == {ContextDrafter, PromptLookup}
     assert notes_on(drafters.values()) == [
-        "drafting: ragspec's Python code is used, which is slower, because there is no C++ compiler (g++)"
+        "drafting: ragspec's Python code is used, which is slower, because no C++ compiler (g++) was found"
     ]
     assert drafters["context"].open([5, 6, 7, 5, 6]).propose(3).token_ids == [7, 5, 6]
 

@@ -185,6 +185,6 @@ def test_a_plugin_that_no_method_names_is_said(tmp_path):
     (tmp_path / "again.py").write_text(MODULE)
     args = ["generate", "-i", SAMPLE, "-o", "out.jsonl", "--limit", "1", "--plugin", "again.py"]
     done = command(tmp_path, *args, "--runner", "fake")
-    assert "note: --plugin: not used, as the method is none; to use it, add --method again" in done.stderr
+    assert "note: --plugin: not used, because the method is none; to use it, add --method again" in done.stderr
     used = command(tmp_path, *args, "--model", "nobody/nowhere", "--method", "again")
     assert "not used" not in used.stderr

@@ -111,7 +111,7 @@ def test_the_parts_of_a_text_are_the_text(text):
         ({"enum": {"$context": "id"}}, "must be a list, or"),
         ({"type": "object", "properties": {"a": {"$quote": True}}}, 'all properties of $ must be "required"; "a" is'),
         ({"anyOf": [{"$quote": True}]}, "only objects and lists may hold one; $ is neither"),
-        ({"$quote": True, "pattern": "a"}, '"pattern" at $ cannot stand beside it'),
+        ({"$quote": True, "pattern": "a"}, '"pattern" at $ cannot be combined with it'),
         (
             {"type": "array", "items": {"$quote": True}, "minItems": "a"},
             '"minItems" at $ must be a whole number, not "a"',

@@ -67,14 +67,14 @@ def test_a_section_may_be_the_wrapping_itself(value):
 
 
 def test_a_section_that_is_a_schema_says_where_it_belongs():
-    with pytest.raises(ConfigError, match=r"structured\.json_schema: the section is a schema itself; put it under"):
+    with pytest.raises(ConfigError, match=r"structured\.json_schema: the section itself is a schema; move it under"):
         build_config({"runner": "fake", "structured": SCHEMA})
 
 
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ({"name": "a", "schema": SCHEMA, "stric": True}, '"stric" beside "schema" is not known'),
+        ({"name": "a", "schema": SCHEMA, "stric": True}, '"stric" is not allowed next to "schema"'),
         ({"type": "object", "schema": SCHEMA}, 'has both "schema" and keywords of JSON Schema'),
         ({"type": "object", "propertys": {}}, '"propertys" is not known; did you mean "properties"?'),
         (
@@ -204,7 +204,7 @@ def test_nullable_allows_null(schema, good, bad):
         ({"items": {"$ref": "#/$defs/A", "nullable": True}, "$defs": {"A": {}}}, r'\$\.items: .* write "anyOf" with a'),
         (
             {"type": "object", "properties": {"a": {"type": "string", "required": True}}},
-            r'\$\.properties\.a: "required" must be a list of names, beside "properties", not true',
+            r'\$\.properties\.a: "required" must be a list of names next to "properties", not true',
         ),
     ],
 )

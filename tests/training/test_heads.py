@@ -153,7 +153,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_answered(tmp_path,
             )
         return str(caught.value)
 
-    assert refusal("medusa") == '--method: "medusa" cannot be trained; one of draft_model, eagle3, dflash'
+    assert refusal("medusa") == '--method: "medusa" cannot be trained; choose one of draft_model, eagle3, dflash'
     assert refusal("draft_model", 2) == "--layers: must be between 1 and 1, fewer than the target has"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "there is one")
     assert refusal("dflash") == "--method dflash: the target has 2 layers, and a head reads 3"

@@ -204,7 +204,7 @@ def test_a_run_that_fails_costs_the_figures_and_not_the_draft(target, tmp_path, 
 
     monkeypatch.setattr(train, "run_benchmark", fail)
     trained = train_draft(config, tmp_path / "out", layers=1, epochs=1, limit=None, console=Console(quiet=True))
-    assert trained.verdict() == "it was not timed: no room for two models"
+    assert trained.verdict() == "not timed: no room for two models"
     assert (tmp_path / "out" / "draft" / "config.json").exists()
     with pytest.raises(ConfigError, match="was saved by a run with another draft"):
         train_draft(config, tmp_path / "out", layers=2, epochs=1, limit=None, console=Console(quiet=True))
@@ -213,12 +213,16 @@ def test_a_run_that_fails_costs_the_figures_and_not_the_draft(target, tmp_path, 
 @pytest.mark.parametrize(
     ("ratio", "pays", "said"),
     [
-        ((0.93, 0.21, 9.92), None, "whether it pays cannot be told: 0.93x (0.21 to 9.92) the speed without drafts"),
-        ((1.3, 0.9, 1.9), None, "whether it pays cannot be told"),
+        ((0.93, 0.21, 9.92), None, "inconclusive: 0.93x (0.21 to 9.92) the speed without drafts"),
+        ((1.3, 0.9, 1.9), None, "inconclusive"),
         ((1.3, None, None), None, "1.30x (one pass) the speed without drafts, which may be chance"),
-        ((1.3, 1.1, 1.5), True, "it pays on this machine: 1.30x (1.10 to 1.50) the speed without drafts, end to end"),
-        ((0.8, 0.7, 0.9), False, "it does not pay on this machine: 0.80x (0.70 to 0.90) the speed without drafts"),
-        ((None, None, None), None, "it was not timed: no run came to its end"),
+        (
+            (1.3, 1.1, 1.5),
+            True,
+            "it pays off on this machine: 1.30x (1.10 to 1.50) the speed without drafts, end to end",
+        ),
+        ((0.8, 0.7, 0.9), False, "it does not pay off on this machine: 0.80x (0.70 to 0.90) the speed without drafts"),
+        ((None, None, None), None, "not timed: no run finished"),
     ],
 )
 def test_a_draft_pays_or_does_not_only_where_the_interval_says_so(ratio, pays, said):

@@ -146,7 +146,7 @@ def _with_attention(attention: Any, pristine: Any, right: dict[int, Answer], ask
     notes: list[str] = []
     model = prepared.prepare(copy.deepcopy(pristine), notes, attention=attention, graphs="emulate")
     if attention == "flex" and model.steps is None:
-        return "", next(note.rpartition("GPU: ")[2] for note in notes if "FlexAttention is not used" in note)
+        return "", next(note.partition("is not used: ")[2] for note in notes if "FlexAttention, which" in note)
     proposer = RowProposer(Fixed(_ragged(right)), 7, None)
     new = NEW if asks else BEGUN  # what a generation_config asks for may depend on the length
     begun = {index: replace(answer, token_ids=answer.token_ids[:new]) for index, answer in right.items()}

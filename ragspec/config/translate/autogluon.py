@@ -339,7 +339,7 @@ def _embedding_model(embedding: Section, reading: Reading) -> str | None:
         return None
     if platform in (None, "huggingface"):
         if model is None:
-            reading.note("no embedding_model: passages are searched by words")
+            reading.note("no embedding_model: search is by keyword")
         return model
     problem = f"embedding.{written}: {quoted(platform)} is not supported; {NO_MODEL}"
     if reading.only_retrieval:

@@ -165,9 +165,7 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
     from torch._dynamo.exc import TorchDynamoException
 
     if not takes_block_lists():
-        raise Unsupported(
-            f"needs a FlexAttention that takes lists of blocks alone, which torch {torch.__version__} lacks"
-        )
+        raise Unsupported(f"needs FlexAttention with block lists, which torch {torch.__version__} does not support")
     call: Any = _flex_attention
     refused: set[tuple[int, ...]] = set()  # shapes of queries
     if compiled:

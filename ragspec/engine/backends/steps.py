@@ -202,7 +202,7 @@ class PagedSteps:
                 self._run(shape, self._step(shape))
             except MAY_BE_MEMORY as error:
                 reason = out_of_memory(error)
-                self.notes.append(f"graphs: steps are captured as they are needed, not ahead, after {reason}")
+                self.notes.append(f"graphs: steps are captured on demand, not in advance, because of {reason}")
                 break
         return self.captured
 
@@ -344,4 +344,4 @@ class PagedSteps:
         """Run all steps uncaptured from now on."""
         self._capture = None
         self._steps.clear()
-        self.notes.append(f"graphs: steps run uncaptured, which is slower: {flat(error, 200)}")
+        self.notes.append(f"graphs: steps run without CUDA graphs, which is slower: {flat(error, 200)}")

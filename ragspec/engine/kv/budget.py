@@ -142,8 +142,9 @@ def choose_rows(
     need = f"rows of {slots:,} tokens, {room.bytes_per_token / 1024:,.0f} KiB per token"
     if fit < most:
         budget = (room.budget or 0) / (1 << 30)
-        return fit, f"batch_size: auto chose {fit}, which fill the {budget:.1f} GiB of free memory for them ({need})"
-    why = "there are no more records" if all_at_once else "more would add little speed here"
+        why = f"which fills the {budget:.1f} GiB available for the KV cache"
+        return fit, f"batch_size: auto chose {fit}, {why} ({need})"
+    why = "there are no more records" if all_at_once else "a larger batch would be little faster"
     return most, f"batch_size: auto chose {most}: {why} ({need})"
 
 

@@ -119,7 +119,7 @@ class PrefixStore:
         if size > self._most:
             raise OSError(errno.EFBIG, f"{UNIT} tokens take {size:,} bytes, and it may have {self._most:,}")
         if shutil.disk_usage(self._folder).free < size + SPARE:
-            raise OSError(errno.ENOSPC, "the disk is full but for a little")
+            raise OSError(errno.ENOSPC, "the disk is almost full")
         self.trim(self._most - size)
 
     def trim(self, most_bytes: int | None = None) -> None:

@@ -72,7 +72,7 @@ def attend(
     if kwargs.get("position_bias") is not None:
         raise Unsupported("adds a bias to its scores by position")
     if attention_mask is not None and not isinstance(attention_mask, MaskRule):
-        raise Unsupported("builds an attention mask of its own")
+        raise Unsupported("builds its own attention mask")
     parts = CAPTURING.get()
     if parts is not None:
         return parts.attend(query, key, value, s_aux, Attend(scaling, softcap)), None

@@ -170,7 +170,7 @@ def _calls(model: Model, layers: Sequence[torch.nn.Module]) -> list[LayerCall]:
     taken = {size for layer in layers for tensor in own_tensors(layer).values() for size in tensor.shape}
     tokens = next((tokens for tokens in TOKENS if tokens not in taken), 0)
     if not tokens:
-        raise NotCaptured("has sizes that a number of tokens is not told from")
+        raise NotCaptured("has sizes from which the number of tokens cannot be derived")
     calls: dict[int, LayerCall] = {}
 
     def begins(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -343,7 +343,7 @@ def check_folder(way: CompileBackend, notes: list[str]) -> None:
     except OSError:
         writable = False
     if not writable:
-        notes.append(f"compile: {folder} cannot be written: what is compiled is not kept there")
+        notes.append(f"compile: {folder} is not writable; compiled code is not cached")
     elif way is INDUCTOR:
         os.environ.setdefault(FOLDER, str(folder))
 

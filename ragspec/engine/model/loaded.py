@@ -112,7 +112,7 @@ def prepare(
         notes.append(f"attention: cpu has no effect on {inner.device.type}")
     if not (attention == "flex" or (attention != "sdpa" and cuda)):
         if exact:
-            notes.append("exact: has an effect with attention: flex alone")
+            notes.append("exact: only has an effect with attention: flex")
         return _prepared(inner, notes, native, attention != "sdpa")
     if graphs == "on" and not cuda:
         notes.append(f"graphs: on has no effect on {inner.device.type}")
@@ -135,7 +135,7 @@ def prepare(
             merged.undo()
         model = _prepared(inner, notes, native, True)
         why = f"it {reason}" if isinstance(reason, Unsupported) else reason
-        notes.append(f"attention: FlexAttention is not used, which would be faster on a GPU: {why}")
+        notes.append(f"attention: FlexAttention, which is faster on a GPU, is not used: {why}")
         if exact:
             notes.append("exact: has no effect without FlexAttention: answers may differ where two tokens nearly tie")
         return model
@@ -180,7 +180,9 @@ def _prepared(
         unpack_linears(inner)
         raise Refused(f"it {incompatibility(inner) or why}")
     if left:
-        notes.append(f"{len(left)} linear layers are not packed: that would change what they compute ({left[0]})")
+        notes.append(
+            f"{len(left)} linear layers are not packed, because packing would change their results ({left[0]})"
+        )
     return model
 
 
@@ -209,16 +211,16 @@ def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
         return build(head or (hidden // heads if heads else 0))
     except Unbuilt as reason:
         if notes is not None:
-            notes.append(f"kernels: torch's own are used, which are slower, because {reason}")
+            notes.append(f"kernels: using torch's slower kernels, because {reason}")
         return None
 
 
 def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
     """Return whether our kernels' attention is exact and fast enough; otherwise add a note."""
     if not attention_is_exact(kernels):
-        why = "as what the C++ compiler made of ours computes something else"
+        why = "because our compiled kernels give different results"
     elif not kernels_are_faster(kernels):
-        why = "which is faster here than what the C++ compiler made of ours"
+        why = "which is faster here than our compiled kernels"
     else:
         return True
     if notes is not None:

@@ -164,7 +164,7 @@ class Builder:
             return layer.native
         self._copied += layer.in_features * layer.out_features * 4
         if self._copied > SHARE * free_bytes():
-            raise NotCaptured("has linear layers in another form, and memory is too short for one more")
+            raise NotCaptured("has linear layers in another layout, and there is not enough memory for a second copy")
         assert self._model.kernels is not None
         return self._model.kernels.pack(layer.weight)
 

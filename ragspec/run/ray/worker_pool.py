@@ -249,7 +249,7 @@ class WorkerPool:
             self.place(handle)
             return
         handle.state = "gone"
-        self.note(f"{handle.name} is not replaced any more: it died {TRIES} times without finishing a record")
+        self.note(f"{handle.name} is no longer replaced: it died {TRIES} times without finishing a record")
         if all(each.state == "gone" for each in self.handles):
             raise ModelError(f"no worker is left; {handle.name} on {handle.host} died last: {why}")
 
@@ -304,12 +304,12 @@ class WorkerPool:
         if place.identity != self._identity:
             keys = ", ".join(key for key, value in self._identity.items() if place.identity.get(key) != value)
             raise ConfigError(
-                f"{handle.name} on {place.host} would give other answers than this machine: {keys} differ"
+                f"{handle.name} on {place.host} would give different answers from this machine: {keys} differ"
             )
         for name, version in place.versions.items():
             known = self._versions.setdefault(name, version)
             if name == "ragspec" and version != known:
-                raise ConfigError(f"{handle.name} on {place.host} has ragspec {version}; here is {known}")
+                raise ConfigError(f"{handle.name} on {place.host} has ragspec {version}; this machine has {known}")
             if version != known:
                 self.note(f"{place.host} has {name} {version}, others {known}: answers may differ")
         handle.place, handle.state = place, "checked"

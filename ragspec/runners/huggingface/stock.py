@@ -224,7 +224,7 @@ class StockBackend:
                 yield from self._answer([request])
         except ValueError as error:  # generate() refuses its arguments
             if len(batch) == 1:
-                yield Failure(batch[0].index, f"generate() refuses it: {flat(error, 500)}")
+                yield Failure(batch[0].index, f"generate() rejects it: {flat(error, 500)}")
                 return
             for request in batch:
                 yield from self._answer([request])

@@ -151,7 +151,7 @@ def check_build(config: dict[str, Any] | None, on_cpu: bool, version: str) -> No
     method = (config or {}).get("method")
     if method in GONE and Version(version) >= Version(GONE[method]):
         raise ConfigError(
-            f"speculation.method: {method}: vLLM has none from {GONE[method]} on, and this is {version}; install an "
+            f"speculation.method: {method}: vLLM removed it in {GONE[method]}, and this is {version}; install an "
             "older one, or use eagle3 or dflash"
         )
     if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:

@@ -41,7 +41,7 @@ CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would reserve nearly all memory, and a benc
 CPU_BLOCK = 32  # tokens; vLLM's 128 cache less of each shared prefix, smaller blocks lose its fast kernels
 
 NO_STORE = (
-    "runner_args.prefix_store: only runner huggingface has it; vLLM keeps prefixes in ways of its own: pass its "
+    "runner_args.prefix_store: only works with runner huggingface; for vLLM, pass its "
     "kv_offloading_size (GiB of memory) or kv_transfer_config in runner_args"
 )
 
@@ -92,7 +92,7 @@ class Plan:
             Grammars(self.tokenizer.inner, len(self.tokenizer.inner), ())
         self.not_done = ", ".join(asked_beyond_sampling(self.source.path, revision))
         if self.not_done:
-            self.notes.append(f"the model's generation_config asks for {self.not_done}, which vLLM does not do")
+            self.notes.append(f"the model's generation_config asks for {self.not_done}, which vLLM does not support")
         draft_path, other_vocabulary = self._check_draft(trust)
         spec = speculative_config(self.spec, draft_path)
         check_draft_code(spec, self.source.path, trust, self.spec.draft_trust_remote_code)
@@ -130,7 +130,7 @@ class Plan:
                 self.notes.append("speculation.draft_model: has no effect; vLLM cannot switch to it during a run")
             return spec
         self.notes.append(
-            f"method {self.method} has only been tried with vLLM {', '.join(TRIED)}, and this is {vllm.__version__}; "
+            f"method {self.method} is only tested with vLLM {', '.join(TRIED)}, and this is {vllm.__version__}; "
             "prompt_lookup is used instead"
         )
         self.method = "prompt_lookup"
@@ -199,7 +199,7 @@ class Plan:
         try:
             return EngineArgs(**revealed(self.engine_args)).create_engine_config(UsageContext.LLM_CLASS)
         except Exception as error:  # its many checks raise many types; none of them has read weights
-            raise ConfigError(f"vLLM refuses the configuration: {one_line(error)}") from error
+            raise ConfigError(f"vLLM rejects the configuration: {one_line(error)}") from error
 
     def _compilation(self) -> dict[str, Any]:
         """Return the user's `compilation_config`, unless it is of another kind."""

@@ -65,7 +65,9 @@ class Runner:
         self._notes += plan.notes
         self.cites = is_ours(plan.method) and plan.undraftable
         if is_ours(plan.method) and not plan.undraftable:
-            self._notes.append(f"method {plan.method}: vLLM's devices have processes of their own; no passage is cited")
+            self._notes.append(
+                f"method {plan.method}: vLLM runs each device in its own process, so no passage is cited"
+            )
         self.method, self.tokenizer = plan.method, plan.tokenizer
         self.context_length: int | None = plan.context_length
         if plan.method == AUTO:
@@ -170,15 +172,15 @@ class Runner:
         if self._plan is first and not stream.restarted and run.output_tokens >= LEAST_TOKENS:
             remember_run(_mode_of(self._plan.method, self._config.speculation.draft_model), run, self._plan.settings())
         if stream.restarted:
-            self._judgement.append(f"{stream.restarted}; it was started again, and answered what was left")
+            self._judgement.append(f"{stream.restarted}; it was restarted, and answered the remaining records")
         if stream.masked_logprobs:
             self._judgement.append(
                 "logprobs of structured answers are those under their grammar (-9999: not allowed there), not the "
-                "model's own: vLLM masks before it tells them"
+                "model's own: vLLM reports them after masking"
             )
         if stream.kept_prefixes:
             self._judgement.append(
-                "vLLM could not empty its prefix cache: prompts that an earlier run computed were not computed again"
+                "vLLM could not clear its prefix cache, so prompts of an earlier run were not recomputed"
             )
         report, self._drafting = None, {}
         if self._running is not None:
@@ -213,8 +215,8 @@ class Runner:
         self._plan, self.method = plan, AUTO
         self._modes["restarted"] = {"mode": PLAIN, "after_records": finished, **progress}
         self._judgement.append(
-            f"method auto: started again as plain vLLM after {finished} records; steps with drafts were "
-            f"{progress['ratio']:.2f}x as fast as plain ones, and {progress['host_share']:.0%} of a step is the host's"
+            f"method auto: restarted as plain vLLM after {finished} records; steps with drafts were "
+            f"{progress['ratio']:.2f}x as fast as plain ones, and the host takes {progress['host_share']:.0%} of a step"
         )
         return plan
 

@@ -270,7 +270,7 @@ class Stream:
             del self._in_flight[name]
             return Failure(
                 request.index,
-                f"vLLM refuses it: {one_line(error)}",
+                f"vLLM rejects it: {one_line(error)}",
                 "RecordError" if is_requests_fault(error) else "BackendError",
             )
         return None
@@ -316,7 +316,7 @@ class Stream:
             start()
         except Exception as error:  # anything may stop an engine from starting
             self._in_flight.clear()
-            raise self._stopped(f"it cannot start again: {one_line(error)}") from error
+            raise self._stopped(f"it cannot be restarted: {one_line(error)}") from error
         try:
             for each in self._in_flight.values():
                 each.seen = 0
@@ -362,7 +362,7 @@ class Stream:
         guessed, copied = drafted_in(request, known["accepted"], token_ids) if "accepted" in known else (b"", ())
         if reason not in ("stop", "length"):
             if request.grammar:
-                return Failure(request.index, "structured: vLLM cannot go on with its grammar", "RecordError")
+                return Failure(request.index, "structured: vLLM cannot continue with its grammar", "RecordError")
             return Failure(request.index, f"vLLM ended it with {reason!r}")
         first, most = self._engine.first_token_at(output.request_id), request.sampling.logprobs
         self.finished += 1
