@@ -253,7 +253,7 @@ def _matched(update: Update, session: Session, *, limit: int | None, prune: bool
     """Find which lines of an output still answer their records."""
     assert session.config.input is not None
     with open_source(session.config.input) as source:
-        rows = requests_of(session, source, update, limit)
+        rows = requests_of(session, source, update, limit, prune=prune)
     return update.match(rows, whole=limit is None, prune=prune)
 
 
