@@ -61,7 +61,7 @@ def generate(
     update: bool = False,
     prune: bool = False,
     keep_old: bool = False,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     stats_path: str | None = None,
     notes: list[str] | None = None,
     report: Report | None = None,
@@ -82,7 +82,8 @@ def generate(
             and replace their lines once all are answered. All other lines stay.
         prune: With `update`, also remove the answers of records that are no longer in the input.
         keep_old: With `update`, keep the output as it was as `NAME.1`.
-        budget: Stop before the output has taken more than this, earlier runs included; `summary.stopped` then says so.
+        budget: Stop before the output has taken more than this, or the first of these, earlier runs included;
+            `summary.stopped` then says so.
         stats_path: Where the statistics go; by default `NAME.stats.json` next to the output.
         notes: Notes to put before those of the run.
         report: Called after each record with the totals so far, and the number of lines of the input (None if it is not
@@ -110,7 +111,8 @@ def generate(
         if progress:
             reports.append(stack.enter_context(_bar()))
         check_name(config.output)
-        if budget is not None and config.scale is not None:
+        budgets = [budget] if isinstance(budget, Budget) else list(budget or ())
+        if budgets and config.scale is not None:
             raise ConfigError("--budget holds back one process, not the workers of `scale`; leave one of them out")
         target = target_of(config.output)
         outdated = _outdated(config, resume=resume, keep_old=keep_old, prune=prune, limit=limit) if update else None
@@ -148,7 +150,7 @@ def generate(
                 update=updated,
             )
         )
-        gate = BudgetGate(budget, journal.ledger, journal.spent) if budget else None
+        gate = BudgetGate(budgets, journal.ledger, journal.spent) if budgets else None
         executor = _executor(
             session,
             source,
@@ -167,7 +169,7 @@ def generate(
             executor.answer()
             if gate is not None and gate.stopped:
                 journal.stop_early()
-                summary.stopped = f"--budget {budget.text} is spent" if budget else ""
+                summary.stopped = gate.why
             summary.planned = compared(session, summary)
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -72,6 +73,12 @@ def test_money_that_is_never_spent_is_one_line(price):
         Budget.of("$5", [Price.of(price)])
 
 
+def test_a_budget_and_a_price_are_in_one_currency():
+    with pytest.raises(ConfigError, match=r"^--budget \$5 and --price €2\.5/h are in different currencies"):
+        Budget.of("$5", [Price.of("€2.5/h")])
+    assert Budget.of("$5", [Price.of("2.5/h")]).seconds == Budget.of("€5", [Price.of("€2.5/h")]).seconds == 7200
+
+
 def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger_one(tmp_path):
     config = config_of(tmp_path, runner_args={"reverse": True, "batch_size": 4})
     summary = generate(config, budget=Budget("500tok", tokens=500))
@@ -82,11 +89,12 @@ def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger
     assert (statistics["state"], statistics["input_records"]) == ("stopped", 40)
     more = generate(config, budget=Budget("900tok", tokens=900))
     assert 500 < more.totals.prompt_tokens + more.totals.output_tokens <= 900
-    with pytest.raises(ConfigError, match="already spent; the output took"):
-        generate(config, budget=Budget("300tok", tokens=300))
     used = more.totals.prompt_tokens + more.totals.output_tokens
-    with pytest.raises(ConfigError, match="already spent"):
-        generate(config, budget=Budget("all of it", tokens=used))
+    for text, tokens in (("300tok", 300), ("all of it", used)):
+        none = generate(config, budget=Budget(text, tokens=tokens))
+        assert none.stopped == f"--budget {text} was spent before: the output took {used} tokens so far"
+        assert (none.records, none.load_s) == (0, 0.0)
+        assert not any("nothing to answer" in note for note in none.notes)
     rest = generate(config)
     assert summary.records + more.records + rest.records == 40
     assert [each["id"] for each in read_jsonl(tmp_path / "out.jsonl")] == [f"q{i}" for i in range(40)]
@@ -131,7 +139,7 @@ def test_an_update_that_stops_at_its_budget_leaves_the_output_as_it_was(tmp_path
 
 def test_time_is_given_to_as_many_requests_as_it_lasts_for():
     now = [0.0]
-    gate = BudgetGate(Budget("100s", seconds=100.0), Ledger(), Spent(1, 10.0, 0.0, 20.0), clock=lambda: now[0])
+    gate = BudgetGate([Budget("100s", seconds=100.0)], Ledger(), Spent(1, 10.0, 0.0, 20.0), clock=lambda: now[0])
     summary = RunSummary()
     records = ([Request(i, str(i), [1], Sampling())] for i in range(1000))
     feed = gate.watch(summary, Feed(records), lambda: summary.records)
@@ -149,7 +157,7 @@ def test_time_is_given_to_as_many_requests_as_it_lasts_for():
 
 def test_a_record_that_may_take_more_time_than_is_left_is_not_begun():
     now, finished = [0.0], [0]
-    gate, summary = BudgetGate(Budget("25s", seconds=25.0), Ledger(), Spent(), clock=lambda: now[0]), RunSummary()
+    gate, summary = BudgetGate([Budget("25s", seconds=25.0)], Ledger(), Spent(), clock=lambda: now[0]), RunSummary()
     gate.watch(summary, Feed([]), lambda: finished[0])
     record = [Request(0, "a", [1], Sampling())]
     for _ in range(2):  # ten seconds each
@@ -157,11 +165,20 @@ def test_a_record_that_may_take_more_time_than_is_left_is_not_begun():
         now[0] += 10.0
         finished[0] += 1
     assert gate.admits(record, summary, waiting=True) is False
-    assert gate.stopped
+    assert gate.why == "--budget 25s: the next record does not fit in the 5 s left"
+
+
+def test_the_first_of_several_budgets_that_is_spent_ends_the_run(tmp_path):
+    config = config_of(tmp_path, runner_args={"batch_size": 4})
+    summary = generate(config, budget=[Budget("1h", seconds=3600), Budget("500tok", tokens=500)])
+    assert summary.stopped.startswith("--budget 500tok")
+    assert 350 < summary.prompt_tokens + summary.output_tokens <= 500
+    more = generate(config, budget=[Budget("0s", seconds=1e-9), Budget("900tok", tokens=900)])
+    assert more.stopped.startswith("--budget 0s was spent before")
 
 
 def test_records_under_way_are_waited_for_unless_the_runner_cannot_go_on_without_more():
-    gate, summary = BudgetGate(Budget("30tok", tokens=30), Ledger(), Spent()), RunSummary()
+    gate, summary = BudgetGate([Budget("30tok", tokens=30)], Ledger(), Spent()), RunSummary()
     record = [Request(0, "a", [1] * 10, Sampling(max_new_tokens=10))]
     assert gate.admits(record, summary, waiting=True)
     assert gate.admits(record, summary, waiting=False) is None
@@ -174,9 +191,14 @@ def test_the_command_stops_like_an_interrupted_one(tmp_path):
     config = config_of(tmp_path)
     path = tmp_path / "c.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json", exclude={"retrieval", "structured", "scale"})))
-    done = CliRunner().invoke(app, ["generate", "-c", str(path), "--budget", "500tok"])
+    command = ["generate", "-c", str(path), "--budget"]
+    done = CliRunner().invoke(app, [*command, "500tok", "--budget", "1h"])
     assert done.exit_code == 130
-    assert "stopped: --budget 500tok is spent" in done.stderr
+    said = " ".join(done.stderr.split())
+    assert re.search(r"stopped: --budget 500tok: the next record does not fit in the \d+ tokens left; finished", said)
+    done = CliRunner().invoke(app, [*command, "300tok"])
+    assert done.exit_code == 130
+    assert "stopped: --budget 300tok was spent before: the output took" in " ".join(done.stderr.split())
     done = CliRunner().invoke(app, ["generate", "-c", str(path), "--budget", "$5"])
     assert "needs one --price" in str(done.exception)
 
