@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragspec.cli import app
+from ragspec.cli.tables import with_durations
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.inputs.feed import Feed
@@ -16,6 +17,7 @@ from ragspec.run.generate import generate
 from ragspec.run.plan import make_plan
 from ragspec.run.price import Budget, Price
 from ragspec.run.runner_choice import Timing, asks_of
+from ragspec.run.session import prepare
 from ragspec.stats import RunSummary, Spent
 from tests.conftest import read_jsonl, write_jsonl
 
@@ -239,6 +241,71 @@ def test_a_sample_measures_and_the_run_is_compared_with_the_plan(tmp_path):
     found = line(plan, "output tokens")
     assert found.value == pytest.approx(summary.output_tokens, rel=0.01)
     assert "prompt tokens +0%, output tokens +0%" in summary.planned
+
+
+def test_a_run_of_a_part_is_not_compared_with_the_plan_of_all(tmp_path):
+    config = config_of(tmp_path)
+    make_plan(config, sample=10)
+    assert generate(config, limit=20).planned == ""
+    assert generate(config).planned == ""
+    make_plan(config)  # nothing is left
+    more = config_of(tmp_path, count=80)
+    make_plan(more)
+    other = more.model_copy(update={"output": more.output.model_copy(update={"path": str(tmp_path / "other.jsonl")})})
+    assert generate(other).planned == ""  # the plan was of the 40 that out.jsonl lacks
+    assert generate(more).planned
+
+
+def test_loading_is_compared_as_a_whole(tmp_path, monkeypatch):
+    plan = {"records": 100, "prompt_tokens": 100.0, "output_tokens": 100.0, "load_s": 50.0, "answer_s": 10.0}
+    monkeypatch.setattr(planning.PLANS, "read", lambda *_: {**plan, "output": "-"})
+    session = prepare(config_of(tmp_path))
+    done = RunSummary(records=80, prompt_tokens=80, output_tokens=80, load_s=45.0, warmup_s=5.0, generate_s=8.0)
+    assert "time +0%, for 80% of the records" in planning.compared(session, done)
+
+
+def test_the_range_of_times_is_of_loading_too(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    assert line(make_plan(config), "hours here").high > 2 * line(make_plan(config), "hours here").value  # a guess
+    runs = [Timing(load, 1000, 1.0, asks_of(config), 10, 200, 4000) for load in (50.0, 51.0, 70.0)]
+    monkeypatch.setattr(planning, "timings", lambda config: {planning.setting_of(config): runs})
+    found = line(make_plan(config), "hours here")
+    assert found.low <= 0.8 * found.value
+    assert found.high >= max(1.2 * found.value, 70 / 3600)
+
+
+def test_prompts_that_do_not_fit_are_told(tmp_path):
+    config = config_of(tmp_path, runner_args={"context_length": 60}, sampling={"max_new_tokens": 4})
+    assert not any("do not fit" in each.what for each in make_plan(config).lines)
+    records = [{"id": f"q{i}", "query": "x" * (100 if i < 4 else 1)} for i in range(32)]
+    config = config.model_copy(
+        update={"input": config.input.model_copy(update={"path": [write_jsonl(tmp_path / "long.jsonl", records)]})}
+    )
+    plan = make_plan(config)
+    found = line(plan, "prompts that do not fit")
+    assert (found.value, line(plan, "records").value) == (4, 32)
+    assert "of 32 built; they will be error lines; q0: the prompt has " in found.basis
+    summary = generate(config)
+    assert (summary.failed, line(plan, "prompt tokens").value) == (4, summary.prompt_tokens)
+    assert "for 8" not in summary.planned
+
+
+def test_the_method_is_the_configs(tmp_path):
+    assert line(make_plan(config_of(tmp_path)), "method").basis.startswith("the default; ")
+    found = line(make_plan(config_of(tmp_path, speculation={"method": "prompt_lookup"})), "method")
+    assert (found.value, found.basis.partition(";")[0]) == ("prompt_lookup", "as configured")
+
+
+def test_figures_are_rounded_and_times_readable(tmp_path):
+    lines = [planning.Line("hours here", 0.0065, 0.1 + 0.01381 - 0.1, 2.0), planning.Line("cost", 0.113810000000001)]
+    rows = planning.Plan(lines, []).rows()
+    assert [rows[0]["low"], rows[1]["expected"]] == [0.01381, 0.11381]
+    shown = with_durations(rows)
+    assert [shown[0][name] for name in ("what", "expected", "low", "high")] == ["time here", "23 s", "50 s", "2:00:00"]
+    assert shown[1] == rows[1]
+    source = write_jsonl(tmp_path / "in.jsonl", [{"query": "one"}])
+    done = CliRunner().invoke(app, ["plan", "--runner", "fake", "-i", source])
+    assert "| time here | " in done.stdout
 
 
 def test_earlier_runs_are_what_a_plan_goes_by(tmp_path, monkeypatch):
