@@ -129,6 +129,8 @@ def generate(
         count = source.count()
         began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose_runner(config, count, began, limit=limit))
+        for each in watchers:
+            each.chosen(session.config)
         statistics = stack.enter_context(StatisticsFile(stats_path, target))
         reports += [statistics.report, *(each.report for each in watchers)]
         identity = identity_of(session)
@@ -165,6 +167,7 @@ def generate(
         summary = statistics.summary = executor.summary
         summary.notes += [*(notes or []), *read_as, *journal.notes()]
         downloaded = downloads(session.config)
+        statistics.begin(within(limit, count))
         try:
             executor.answer()
             if gate is not None and gate.stopped:
