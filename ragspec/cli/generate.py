@@ -57,7 +57,7 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="PATH|-",
-        help="Where answers go: .jsonl, .csv, .parquet, a folder of parts, a URL, or - for stdout.",
+        help="Where answers go: .jsonl, .csv, .parquet, .lance, a folder of parts, a URL, or - for stdout.",
     ),
 ]
 SETTINGS = (

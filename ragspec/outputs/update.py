@@ -35,9 +35,9 @@ REASONS: dict[Why, str] = {
     "passages": "with other passages",
     "prompt": "with another prompt",
     "sampling": "with other sampling",
-    "model": "answered by another model",
+    "model": "with another model or dtype",
     "failed": "failed before",
-    "bad": "that cannot be answered",
+    "bad": "unreadable, too long or without a question",
 }
 
 
@@ -113,8 +113,11 @@ class UpdatePlan:
         told = f"update: {len(self.again):,} of {total:,} records to answer{f' ({reasons})' if reasons else ''}"
         told += f", {self.kept:,} stay as they are"
         if self.left:
-            what = "are removed" if self.pruned else "stay too (--prune removes them)"
-            told += f"; {len(self.left):,} answers whose records left the input {what}"
+            one = len(self.left) == 1
+            stay = f"{'stays' if one else 'stay'} too (--prune removes {'it' if one else 'them'})"
+            removed = f"{'is' if one else 'are'} removed"
+            whose = "answer whose record" if one else "answers whose records"
+            told += f"; {len(self.left):,} {whose} left the input {removed if self.pruned else stay}"
         if self.most:
             told += f": more than half of all{f', so the old output is kept as {self.copy}' if self.copy else ''}"
         return told

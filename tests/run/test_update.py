@@ -91,7 +91,7 @@ def test_nothing_changed_is_nothing_done(out):
     [
         ({"prompt": {"template": "Say: {{ query }}"}}, "with another prompt"),
         ({"sampling": {"max_new_tokens": 5}}, "with other sampling"),
-        ({"runner_args": {"future": 1}}, "answered by another model"),
+        ({"runner_args": {"future": 1}}, "with another model or dtype"),
     ],
 )
 def test_a_changed_config_answers_what_it_changes(tmp_path, change, why, monkeypatch):
@@ -642,3 +642,21 @@ def test_an_output_that_loses_most_of_its_answers_is_kept(out):
     assert list(shown(out)) == ["q0"]
     copies = [path.read_bytes() for path in out.parent.glob(f"{out.name}.[0-9]")]
     assert (f"kept as {out.name}.1" in said, copies) == ((True, [before]) if before else (False, []))
+
+
+def test_one_answer_that_left_is_told_as_one(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+    config = config_of(out, [*questions(2), {"id": "none"}])
+    assert "(1 unreadable, too long or without a question)" in update(config)[1]
+    assert "1 answer whose record left the input stays too (--prune removes it)" in update(config)[1]
+    assert "1 answer whose record left the input is removed" in update(config, prune=True)[1]
+
+
+def test_a_run_with_a_changed_config_names_the_update(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+    with pytest.raises(
+        ConfigError, match=r"different config: sampling.* what changed, add --update; .* --retry-failed"
+    ):
+        generate(config_of(out, questions(3), sampling={"max_new_tokens": 3}))
