@@ -79,10 +79,10 @@ def _check_whole(config: RunConfig, source: Source, reader: RecordReader) -> Non
             "without --prune"
         )
     if numbers := sorted(reader.nameless.values()):
-        count = "1 row" if len(numbers) == 1 else f"{len(numbers):,} rows"
+        others = f" and {len(numbers) - 1:,} more" if numbers[1:] else ""
         raise ConfigError(
-            f"{source.where(numbers[0])}: --prune needs a whole input, and {count} cannot be read as records with an "
-            "id, the first one here; repair the input, or run without --prune"
+            f"{source.where(numbers[0])}: this row{others} cannot be read, so --prune does not know which records left "
+            "the input; repair the input, or run without --prune"
         )
 
 

@@ -611,9 +611,12 @@ def test_a_line_that_is_cut_off_prunes_nothing(out, after):
     if after != "nothing":
         update(config)
     before = everything(out)
-    with pytest.raises(ConfigError, match=r"in\.jsonl:4: --prune needs a whole input, and 1 row cannot be read"):
+    with pytest.raises(ConfigError, match=r"in\.jsonl:4: this row cannot be read, so --prune does not know"):
         update(config, prune=True)
     assert everything(out) == before
+    damaged(config, line=1)
+    with pytest.raises(ConfigError, match=r"in\.jsonl:2: this row and 1 more cannot be read"):
+        update(config, prune=True)
     update(config_of(out, questions(6)), prune=True)
     assert shown(out) == whole(out, questions(6))
 
