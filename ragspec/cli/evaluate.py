@@ -114,7 +114,7 @@ def _print(console: Console, found: Evaluation) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("score", "mean (95%)", "records", *(["difference (95%)"] if found.other else [])):
         table.add_column(column, justify="left" if column == "score" else "right", overflow="fold")
-    for name, one in found.scores.items():
+    for name, one in found.shown().items():
         cells = [name, one.formatted(), f"{one.count:,}"]
         if found.other and name in found.differences:
             cells.append(found.differences[name].formatted(sign=True))

@@ -57,7 +57,7 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="PATH|-",
-        help="Where answers go: .jsonl, .csv, .parquet, a folder of parts, a URL, or - for stdout.",
+        help="Where answers go: .jsonl, .csv, .parquet, .lance, a folder of parts, a URL, or - for stdout.",
     ),
 ]
 SETTINGS = (
@@ -108,11 +108,11 @@ def generate(
         typer.Option("--keep-old", help="With --update: keep the old output as NAME.1.", rich_help_panel=CONTINUING),
     ] = False,
     budget: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--budget",
             metavar="2h|$5|1Mtok",
-            help="Stop at this budget; run again to continue.",
+            help="Stop at this budget; run again to continue. Repeatable: the first that is spent counts.",
             rich_help_panel=LIMITS,
         ),
     ] = None,
@@ -153,7 +153,7 @@ def generate(
     run_config, notes, values = settings_of(config, settings, override, input=input, output=output, order=order)
     notes += unused_plugins(run_config, plugin)
     allowed = failures_allowed(max_failures)
-    limits = budget_of(budget, price)
+    limits = budgets_of(budget, price)
     log = RunLog(stderr(), quiet=quiet, verbose=verbose, every_s=log_every)
     if save_config is not None:
         save(run_config, values, save_config, plugin)
@@ -167,12 +167,12 @@ def generate(
     run(run_config, notes, allowed, log, show=show, metrics=metrics, tracing=tracing, **given)
 
 
-def budget_of(budget: str | None, price: list[str] | None) -> Budget | None:
-    """Return what `--budget` and `--price` mean, None without a budget. Raises ConfigError."""
+def budgets_of(budget: list[str] | None, price: list[str] | None) -> list[Budget]:
+    """Return what `--budget` and `--price` mean. Raises ConfigError."""
     from ragspec.run.price import Budget, Price
 
     prices = [Price.of(each) for each in price or ()]
-    return None if budget is None else Budget.of(budget, prices)
+    return [Budget.of(each, prices) for each in budget or ()]
 
 
 def show_answers(console: Console, output: str, count: int) -> None:
@@ -247,7 +247,7 @@ def run(
     log.finished(summary, str(config.output))
     if summary.stopped:
         said = whereabouts(target_of(config.output))
-        log.say(f"stopped: {summary.stopped}: {said}, with a larger budget", "stopped", "warning")
+        log.say(f"stopped: {summary.stopped}; {said}, with a larger budget", "stopped", "warning")
         raise typer.Exit(INTERRUPTED)
     if summary.failed + summary.failed_before > allowed(summary.records + summary.failed + summary.skipped):
         raise typer.Exit(1)

@@ -51,7 +51,7 @@ def plan(
     import sys
 
     from ragspec.cli.answer_view import stdout
-    from ragspec.cli.tables import print_notes, print_plan, stderr
+    from ragspec.cli.tables import print_notes, print_plan, stderr, with_durations
     from ragspec.report.table import check_format
     from ragspec.run.plan import make_plan
     from ragspec.run.price import Price
@@ -67,4 +67,5 @@ def plan(
     if format is None and sys.stdout.isatty():
         print_plan(stdout(), found.lines)
     else:
-        print_table(found.rows(), format or "md")
+        kind = format or "md"
+        print_table(with_durations(found.rows()) if kind in ("md", "latex") else found.rows(), kind)

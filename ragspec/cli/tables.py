@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -221,15 +221,29 @@ def print_plan(console: Console, lines: Iterable[Line]) -> None:
     table.add_column("basis", overflow="fold")
     for line in lines:
         is_time = line.what.startswith(HOURS)
-        name, figure = (
-            (f"time{line.what.removeprefix(HOURS)}" if is_time else line.what),
-            _duration if is_time else _figure,
-        )
+        name, figure = _time_name(line.what), _duration if is_time else _figure
         low, high = (None if each is None else figure(each) for each in (line.low, line.high))
         between = "" if low is None or high is None or low == high else f"{low} to {high}"
         value = line.value if isinstance(line.value, str) else figure(line.value)
         table.add_row(*(Text(cell) for cell in (name, value, between, line.basis)))
     console.print(table)
+
+
+def with_durations(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a plan's rows with hours as people read them, for tables that people read."""
+    return [
+        {
+            name: _duration(value) if isinstance(value, float | int) else value
+            for name, value in {**row, "what": _time_name(row["what"])}.items()
+        }
+        if row["what"].startswith(HOURS)
+        else dict(row)
+        for row in rows
+    ]
+
+
+def _time_name(what: str) -> str:
+    return f"time{what.removeprefix(HOURS)}" if what.startswith(HOURS) else what
 
 
 def _figure(value: float) -> str:

@@ -388,6 +388,9 @@ class LineReader:
         cause = error.__cause__
         if isinstance(cause, UnicodeDecodeError):
             return _not_utf8(cause)
+        if isinstance(cause, JSONDecodeError) and cause.pos >= len(cause.doc.rstrip("\r\n")) and line.strip():
+            where = "inside a string" if "in string" in cause.msg else "too early"
+            return f"not valid JSON (the line ends {where}: cut off?); each line must be one JSON object"
         plain = "" if line.lstrip()[:1] in (b"{", b"[", b'"') else " (input.format: text reads a question a line)"
         return f"not valid JSON ({cause}); each line must be one JSON object{plain}"
 

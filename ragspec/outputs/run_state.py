@@ -42,6 +42,7 @@ NOT_MODEL = {
     *("trust_remote_code", "tokenizer_args", "encode_args"),
     *("context_length", "delay_s", "fail_ids", "exit_ids", "reverse"),
 }
+UPDATE = "; to answer what changed, add --update"
 RETRY = "; to try only the failed records under the new one, add --retry-failed"
 WAY_OUT = "; use the config it was started with, choose another --output, or use --no-resume (which keeps it as a copy)"
 
@@ -104,7 +105,9 @@ class RunState:
         kept = [each for each in changed if not each.path.startswith(RETRIED)]
         if kept or (changed and not retrying):
             first, retry = (kept or changed)[0], "" if kept or retrying else RETRY
-            raise ConfigError(f"{self._name}: was started with a different config: {first}{retry}{WAY_OUT}")
+            openai = began.get("output_format") or identity.get("output_format")  # which --update refuses
+            hint = f"{'' if openai else UPDATE}{retry}{WAY_OUT}"
+            raise ConfigError(f"{self._name}: was started with a different config: {first}{hint}")
 
     def begin(self, identity: dict[str, Any], spent: Spent, *, kept: bool, include: Sequence[str] = ()) -> None:
         """Record the config that answers from now on.

@@ -220,7 +220,7 @@ class TableTarget:
         return self.path.exists() or self._spool.exists()
 
     def whereabouts(self) -> list[str]:
-        names = {self._spool: "on their way to the table", self.pending: "answers waiting for earlier ones"}
+        names = {self._spool: "not yet in the table", self.pending: "answers waiting for earlier ones"}
         names[self.updates] = "an update's answers"
         kept = [f"{path} ({what})" for path, what in names.items() if path.exists() and path.stat().st_size]
         return [self.name, *kept] if (self.path / "_versions").is_dir() else kept
@@ -298,7 +298,7 @@ class PartsTarget:
         spool = self._local / parts.SPOOL
         kept = [self.name] if any(parts.NAME.fullmatch(name) for name in self._folder.names()) else []
         if spool.exists() and spool.stat().st_size:
-            kept.append(f"{spool} (on their way to it)")
+            kept.append(f"{spool} (not yet in a part)")
         return kept
 
     def files(self) -> dict[str, Path]:

@@ -35,9 +35,9 @@ REASONS: dict[Why, str] = {
     "passages": "with other passages",
     "prompt": "with another prompt",
     "sampling": "with other sampling",
-    "model": "answered by another model",
+    "model": "with another model or dtype",
     "failed": "failed before",
-    "bad": "that cannot be answered",
+    "bad": "unreadable, too long or without a question",
 }
 
 
@@ -49,12 +49,14 @@ class RowRequest(NamedTuple):
 
     key: its fingerprint. id: "" if this very config has answered it. request: the digest of what the model is asked,
     "" also if nothing can be asked. shown: what lines show of the record, as JSON, for one that answered another row.
+    named: whether it is known which record it is; a line that is cut off may have been any.
     """
 
     key: str
     id: str = ""
     request: str = ""
     shown: bytes = b"{}"
+    named: bool = True
 
 
 class Stamp(NamedTuple):
@@ -93,13 +95,16 @@ class _Line:
 class UpdatePlan:
     """What an update answers. again: (id, why) of those records; kept: how many answers stay.
 
-    left: ids of the answers whose records left the input. pruned: whether these are removed.
+    left: ids of the answers whose records left the input. pruned: whether these are removed. copy: where the old
+    output is kept because these are more than half of it.
     """
 
     kept: int = 0
     again: list[tuple[str, Why]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     pruned: bool = False
+    most: bool = False
+    copy: str = ""
 
     def __str__(self) -> str:
         counts = Counter(why for _, why in self.again)
@@ -108,8 +113,13 @@ class UpdatePlan:
         told = f"update: {len(self.again):,} of {total:,} records to answer{f' ({reasons})' if reasons else ''}"
         told += f", {self.kept:,} stay as they are"
         if self.left:
-            what = "are removed" if self.pruned else "stay too (--prune removes them)"
-            told += f"; {len(self.left):,} answers of records that left the input {what}"
+            one = len(self.left) == 1
+            stay = f"{'stays' if one else 'stay'} too (--prune removes {'it' if one else 'them'})"
+            removed = f"{'is' if one else 'are'} removed"
+            whose = "answer of a record that" if one else "answers of records that"
+            told += f"; {len(self.left):,} {whose} left the input {removed if self.pruned else stay}"
+        if self.most:
+            told += f": more than half of all{f', so the old output is kept as {self.copy}' if self.copy else ''}"
         return told
 
 
@@ -140,17 +150,9 @@ def opened_update(
 
     keep_old: keep the output as it was, before the first of an update's runs, as NAME.1, NAME.2, ...
     """
-    with opening_errors(target.name), ExitStack() as opened:
+    with opening_errors(target.name):
         fresh = not (target.updates.exists() and target.updates.stat().st_size)
-        update = Update(target, identity, retry_failed=retry_failed, dry=dry)
-        opened.callback(update.close)
-        if keep_old and fresh:
-            path = Path(os.path.realpath(target.address))
-            part = path.with_name(f"{path.name}.copying")  # a killed run leaves no half of a copy under its name
-            shutil.copy2(path, part)
-            part.rename(path.with_name(f"{path.name}.{free_number(path)}"))
-        opened.pop_all()
-        return update
+        return Update(target, identity, retry_failed=retry_failed, keep_old=keep_old and fresh, dry=dry)
 
 
 class Update:
@@ -160,6 +162,7 @@ class Update:
         target: An output with lines.
         identity: The config that answers from now on.
         retry_failed: Error lines do not stay.
+        keep_old: Keep a copy of the output before it answers anything.
         dry: Only look: write nothing.
 
     Raises:
@@ -167,13 +170,20 @@ class Update:
     """
 
     def __init__(
-        self, target: Target, identity: dict[str, Any], *, retry_failed: bool = False, dry: bool = False
+        self,
+        target: Target,
+        identity: dict[str, Any],
+        *,
+        retry_failed: bool = False,
+        keep_old: bool = False,
+        dry: bool = False,
     ) -> None:
         self.target = target
         self.ledger = Ledger()
         self.plan = UpdatePlan()
         self._identity = identity
         self._retry_failed = retry_failed
+        self._keep_old = keep_old
         self._begun = self._closed = False
         self._configs = target.state.configs()
         self._same_run = lru_cache(None)(lambda config: self._compares(config, same_run))
@@ -268,7 +278,9 @@ class Update:
         plan = self.plan = UpdatePlan(len(rows) - len(missing), pruned=prune)
         plan.again = [(row.id, self._why(row, by_id.get(row.id, ()))) for row in missing]
         self._awaited = {row.key for row in missing}
-        ids = {row.id for row in rows} | {self._lines[at].found.id for at in used}
+        ids = {row.id for row in rows if row.named} | {
+            self._lines[at].found.id for at, row in used.items() if row.named
+        }
         fresh = [*missing]
         for at, row in used.items():
             line = self._lines[at]
@@ -287,7 +299,8 @@ class Update:
         fresh.sort(key=lambda row: order[row.key])
         self._order = [row.key for row in fresh]
         for row in fresh:
-            self._give_place(row, [*self._by_key.get(row.key, ()), *by_id.get(row.id, ())], used)
+            same_id = by_id.get(row.id, ()) if row.named else ()
+            self._give_place(row, [*self._by_key.get(row.key, ()), *same_id], used)
         for at, line in enumerate(self._lines):
             if line.place is None or line.found.key is None or at in used or line.place in self._actions:
                 continue
@@ -301,7 +314,22 @@ class Update:
                 else:
                     self.ledger.note(line.found)
         self.ledger.resumed = resumed  # records of the input
+        lines = sum(line.place is not None and line.found.key is not None for line in self._lines)
+        plan.most = prune and 2 * len(plan.left) > lines
+        if plan.most and not self._keep_old and not (self.target.is_folder or Path(self.target.address).is_dir()):
+            plan.copy = self._copy_path().name
         return plan
+
+    def _copy_path(self) -> Path:
+        path = Path(os.path.realpath(self.target.address))
+        return path.with_name(f"{path.name}.{free_number(path)}")
+
+    def _copy(self) -> None:
+        """Keep a copy of the output beside it."""
+        path = Path(os.path.realpath(self.target.address))
+        part = path.with_name(f"{path.name}.copying")  # a killed run leaves no half of a copy under its name
+        shutil.copy2(path, part)
+        part.rename(self._copy_path())
 
     def _candidates(self, row: RowRequest, by_id: dict[str, list[int]]) -> Iterator[int]:
         """Yield the lines that may answer a row: its own first, which shows the row as it is."""
@@ -363,6 +391,9 @@ class Update:
 
         include: `output.include`.
         """
+        if self._keep_old:
+            with opening_errors(self.target.name):
+                self._copy()
         self._begun = True
         self.target.state.begin(self._identity, spent, kept=True, include=include)
 
@@ -390,6 +421,8 @@ class Update:
         if not self.complete:
             return
         if self._actions or self._fresh:
+            if self.plan.copy:
+                self._copy()
             placed = {action for action in self._actions.values() if isinstance(action, str)}
             more = (self._new_line(key) for key in self._order if key not in placed and key in self._fresh)
             places = count()

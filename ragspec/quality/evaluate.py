@@ -98,6 +98,7 @@ SCORES: dict[str, Score] = {
 }
 OUTPUT_HINT = "takes the output of a run: a file, a folder of parts, or a URL"
 JUDGED = "judged_right"  # per cent; only with a judge
+FAILED = "failed"  # per cent of the records without an answer
 CITATION_SCORES = ("citation_precision", "citation_recall")
 
 Scores = dict[str, dict[str, float]]  # score name -> record id -> value
@@ -139,10 +140,16 @@ class Evaluation:
             found.append(row)
         return found
 
+    def shown(self) -> dict[str, Estimate]:
+        """Return the scores for a table: `failed` only if a record of a run failed."""
+        other = self.differences.get(FAILED)
+        hidden = not self.failed and (other is None or not other.mean)
+        return {name: one for name, one in self.scores.items() if name != FAILED or not hidden}
+
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per score for `--format`."""
         found = []
-        for name, one in self.scores.items():
+        for name, one in self.shown().items():
             row: dict[str, Any] = {"score": name, "mean": one.mean, "low": one.low, "high": one.high}
             row["records"] = one.count
             if self.other is not None:
@@ -196,7 +203,7 @@ def evaluate(
     """
     if judge is not None and references is None:
         raise ConfigError("--judge needs the questions: give the records with --references")
-    check_gates(gates, (*SCORES, JUDGED), _not_computed(judge is not None), compared=against is not None)
+    check_gates(gates, (*SCORES, JUDGED, FAILED), _not_computed(judge is not None), compared=against is not None)
     with advising(f"ANSWERS {OUTPUT_HINT}", [answers]):
         own = read_graded(answers, references, refusal)
     with advising(f"--against {OUTPUT_HINT}", [against] if against else []):
@@ -204,29 +211,45 @@ def evaluate(
     citing = cites(own) if other is None else cites(own, other)
     scores = scores_of(own, citing=citing)
     others = {} if other is None else scores_of(other, citing=citing)
-    check_computed(gates, scores, None if other is None else others, [JUDGED])
+    check_computed(gates, scores, None if other is None else others, [JUDGED, FAILED])
     questions = read_questions(references) if judge is not None and references is not None else {}
     if judge is not None:
         scores |= _judged(judge, own, questions)
     found = Evaluation(answers, len(own.graded), len(own.failed), means(scores), notes=_notes(own))
+    found.scores[FAILED] = _failed(own)
     if judge is not None:
         found.agreement = _agreement(scores)
         if missing := sum(bool(one.references) for one in own.graded.values()) - len(scores.get(JUDGED, {})):
             found.notes.append(f"the judge gave no verdict on {missing} answers")
     if against is not None and other is not None:
         found.other, found.pairs = against, len(own.graded.keys() & other.graded.keys())
-        if not found.pairs:
+        if own.ids.isdisjoint(other.ids):
             raise ConfigError(f"--against {against}: none of its records are in {answers}")
         if left := len(own.graded.keys() ^ other.graded.keys()):
             found.notes.append(f"{left} records are in only one of the runs, and are not compared")
+        if gone := len(other.ids - own.ids):
+            found.notes.append(f"{gone} {'record' if gone == 1 else 'records'} of {against} are missing in {answers}")
         if judge is not None:
             others |= _judged(judge, other, questions)
+        before = _failed(other).mean
         found.differences = differences(scores, others)
+        found.differences[FAILED] = _exact(found.scores[FAILED].mean - before, len(own.ids & other.ids))
         speeds = [_speed(path) for path in (answers, against)]
         found.speed = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
     found.by_record, found.others_by_record = scores, others
-    found.verdicts = decide(gates, found.scores, found.differences)
+    everything = own.ids if other is None else own.ids | other.ids
+    found.verdicts = decide(gates, found.scores, found.differences, len(everything))
     return found
+
+
+def _failed(answers: Answers) -> Estimate:
+    """Return the per cent of a run's records that have no answer."""
+    count = len(answers.ids)
+    return _exact(100.0 * (count - len(answers.graded)) / count, count)
+
+
+def _exact(value: float, count: int) -> Estimate:
+    return Estimate(value, value, value, count, exact=True)
 
 
 def _not_computed(judged: bool) -> dict[str, str]:

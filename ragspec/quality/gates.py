@@ -45,7 +45,7 @@ class Gate:
     def decide(self, found: Estimate) -> Outcome:
         """Return what an estimate says about the condition."""
         low, high = found.low, found.high
-        if low is None or high is None or not low <= high or found.count < ENOUGH:  # NaN tells nothing either
+        if low is None or high is None or not low <= high or _is_few(found):  # NaN tells nothing either
             return UNCLEAR
         holds = [self._holds(end) for end in (low, high)]
         return PASSED if all(holds) else UNCLEAR if any(holds) else WORSE
@@ -58,21 +58,27 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a gate. found: the estimate that decided."""
+    """What became of a gate. found: the estimate that decided. records: of both runs, scored or not; 0 if unknown."""
 
     gate: Gate
     found: Estimate
     outcome: Outcome
+    records: int = 0
 
     def formatted(self) -> str:
         """Return it as a line."""
-        few = f"; {self.found.count} records are too few" if self.found.count < ENOUGH else ""
-        said = {PASSED: "passed", WORSE: "failed", UNCLEAR: f"undecided{few}"}[self.outcome]
+        few = f"; {self.found.count} records are too few" if _is_few(self.found) else ""
+        part = f" on {self.found.count:,} of {self.records:,} records" if self.found.count < self.records else ""
+        said = {PASSED: f"passed{part}", WORSE: f"failed{part}", UNCLEAR: f"undecided{part}{few}"}[self.outcome]
         return f"gate {self.gate.text}: {said}: {self.found.formatted(sign=self.gate.compares)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
-        return {"gate": self.gate.text, "outcome": self.outcome, **self.found.to_json()}
+        return {"gate": self.gate.text, "outcome": self.outcome, **self.found.to_json(), "of": self.records}
+
+
+def _is_few(found: Estimate) -> bool:
+    return found.count < ENOUGH and not found.exact
 
 
 def parse_gate(text: str) -> Gate:
@@ -124,14 +130,19 @@ def check_computed(
                 raise ConfigError(f'--gate "{gate.text}": {gate.score} was not computed: {which}{why}')
 
 
-def decide(gates: Sequence[Gate], scores: Mapping[str, Estimate], differences: Mapping[str, Estimate]) -> list[Verdict]:
-    """Return the verdict on each gate. Raises ConfigError for a score that no record has in both runs."""
+def decide(
+    gates: Sequence[Gate], scores: Mapping[str, Estimate], differences: Mapping[str, Estimate], records: int = 0
+) -> list[Verdict]:
+    """Return the verdict on each gate. Raises ConfigError for a score that no record has in both runs.
+
+    records: of both runs, scored or not.
+    """
     verdicts = []
     for gate in gates:
         found = (differences if gate.compares else scores).get(gate.score)
         if found is None:
             raise ConfigError(f'--gate "{gate.text}": no record has {gate.score}, so the gate cannot be evaluated')
-        verdicts.append(Verdict(gate, found, gate.decide(found)))
+        verdicts.append(Verdict(gate, found, gate.decide(found), records))
     return verdicts
 
 

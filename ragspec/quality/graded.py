@@ -52,6 +52,11 @@ class Answers:
     without: list[str] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
 
+    @property
+    def ids(self) -> set[str]:
+        """Return the ids of all records, answered or not."""
+        return {*self.graded, *self.failed}
+
 
 def read_graded(path: str, references: InputConfig | str | None = None, refusal: str = REFUSAL) -> Answers:
     """Return the answers of an output.

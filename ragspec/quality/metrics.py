@@ -27,17 +27,21 @@ LEVEL = 95  # per cent
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over `count` records with its interval; no interval for a single record."""
+    """A mean over `count` records with its interval; no interval for a single record.
+
+    exact: a count of these records, which says nothing about others; its interval has no width.
+    """
 
     mean: float
     low: float | None
     high: float | None
     count: int
+    exact: bool = False
 
     def formatted(self, *, sign: bool = False) -> str:
         """Return it as text: -0.4 (-1.9 to +1.0)."""
         form = "+.1f" if sign else ".1f"
-        interval = "" if self.low is None else f" ({self.low:{form}} to {self.high:{form}})"
+        interval = "" if self.low is None or self.exact else f" ({self.low:{form}} to {self.high:{form}})"
         return f"{self.mean:{form}}{interval}"
 
     def to_json(self) -> dict[str, float | int | None]:

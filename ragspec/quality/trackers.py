@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 
 from ragspec.errors import ConfigError, did_you_mean
-from ragspec.quality.evaluate import Evaluation
+from ragspec.quality.evaluate import FAILED, Evaluation
 
 
 def figures_of(found: Evaluation) -> dict[str, float]:
@@ -22,6 +22,7 @@ def figures_of(found: Evaluation) -> dict[str, float]:
         f"{name}{ending}{end}": value
         for ending, scores in groups.items()
         for name, one in scores.items()
+        if name != FAILED  # which is a count below
         for end, value in (("", one.mean), ("_low", one.low), ("_high", one.high))
         if value is not None
     }

@@ -1,4 +1,4 @@
-"""A run that stops at its budget: records are held back as soon as those under way may use the rest of it.
+"""A run that stops at its budgets: records are held back as soon as those under way may use the rest of one.
 
 Records under way are counted with the most that they may take: in tokens, the prompts and the longest answers; in time,
 what records took so far. All requests of a record are let through, or none. So a budget in tokens is kept, unless
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from ragspec.config.sections import LONG_ANSWER
-from ragspec.errors import ConfigError
 from ragspec.inputs.feed import Feed
 from ragspec.outputs.ledger import Ledger
 from ragspec.records import Request
@@ -24,19 +23,26 @@ FIRST = 16  # records before it is known how long one takes
 
 
 class BudgetGate:
-    """What is left of a budget, given what earlier runs of the output used.
+    """What is left of budgets, given what earlier runs of the output used.
 
     Args:
-        budget: In seconds or tokens.
+        budgets: Each in seconds or tokens.
         ledger: What the output has already.
         spent: Seconds of earlier runs.
         clock: Seconds, for tests.
+
+    Attributes:
+        why: Which budget ended the run, and how; "" until then.
     """
 
     def __init__(
-        self, budget: Budget, ledger: Ledger, spent: Spent, clock: Callable[[], float] = time.perf_counter
+        self,
+        budgets: Sequence[Budget],
+        ledger: Ledger,
+        spent: Spent,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._budget = budget
+        self._budgets = budgets
         self._tokens = ledger.prompt_tokens + ledger.output_tokens
         self._seconds = spent.load_s + spent.warmup_s + spent.generate_s
         self._clock = clock
@@ -46,12 +52,17 @@ class BudgetGate:
         self._finished: Callable[[], int] = lambda: 0
         self._prompt_tokens = 0
         self._longest = 0
-        self.stopped = False
+        self.why = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether no more records are let through."""
+        return bool(self.why)
 
     def watch(
         self, summary: RunSummary, records: Feed[list[Request]], finished: Callable[[], int]
     ) -> Feed[list[Request]]:
-        """Return the records for which there is budget. Raises ConfigError at the first if nothing is left.
+        """Return the records for which there is budget.
 
         records: the requests of each. finished: how many of those records have an outcome.
         """
@@ -63,14 +74,14 @@ class BudgetGate:
 
         waiting: the runner has nothing else to do.
         """
-        if self._used_up(summary):
-            if not self._admitted:
-                raise ConfigError(self._message())
-            self.stopped = True
-            return False
+        for budget in self._budgets:
+            if self._left(budget, summary) <= 0:
+                self.why = f"--budget {budget.text} is spent" if self._admitted else self._spent_before(budget)
+                return False
         done = self._finished()
         under_way = self._admitted - done
-        if self._fits(requests, summary, done, under_way):
+        over = next((each for each in self._budgets if not self._fits(each, requests, summary, done, under_way)), None)
+        if over is None:
             self._first = self._first if self._first is not None else self._clock()
             self._admitted += 1
             self._prompt_tokens += _prompt_tokens(requests)
@@ -78,29 +89,32 @@ class BudgetGate:
             return True
         if under_way and not waiting:
             return None
-        self.stopped = True
+        left = self._left(over, summary)
+        rest = f"{left:,.0f} tokens" if over.tokens is not None else f"{left:,.0f} s"
+        beside = ", beside those under way" if under_way else ""
+        self.why = f"--budget {over.text}: the next record does not fit in the {rest} left{beside}"
         return False
 
-    def _used_up(self, summary: RunSummary) -> bool:
-        if self._budget.tokens is not None:
-            return self._tokens + summary.prompt_tokens + summary.output_tokens >= self._budget.tokens
-        assert self._budget.seconds is not None
-        return self._seconds + self._clock() - self._began >= self._budget.seconds
+    def _left(self, budget: Budget, summary: RunSummary) -> float:
+        """Return the tokens or seconds of a budget that no finished record took."""
+        if budget.tokens is not None:
+            return budget.tokens - self._tokens - summary.prompt_tokens - summary.output_tokens
+        assert budget.seconds is not None
+        return budget.seconds - self._seconds - (self._clock() - self._began)
 
-    def _fits(self, requests: Sequence[Request], summary: RunSummary, done: int, under_way: int) -> bool:
-        if self._budget.tokens is not None:
+    def _fits(
+        self, budget: Budget, requests: Sequence[Request], summary: RunSummary, done: int, under_way: int
+    ) -> bool:
+        if budget.tokens is not None:
             most = self._tokens + self._prompt_tokens + summary.output_tokens + under_way * self._longest
-            return most + _prompt_tokens(requests) + _longest(requests) <= self._budget.tokens
-        assert self._budget.seconds is not None
+            return most + _prompt_tokens(requests) + _longest(requests) <= budget.tokens
         if not done or self._first is None:
             return self._admitted < FIRST
-        now = self._clock()
-        left = self._budget.seconds - self._seconds - (now - self._began)
-        return (under_way + 1) * (now - self._first) / done <= left
+        return (under_way + 1) * (self._clock() - self._first) / done <= self._left(budget, summary)
 
-    def _message(self) -> str:
-        used = f"{self._tokens:,} tokens" if self._budget.tokens is not None else f"{self._seconds:,.0f} s"
-        return f"--budget {self._budget.text}: already used up; the output took {used} so far; give a larger one"
+    def _spent_before(self, budget: Budget) -> str:
+        used = f"{self._tokens:,} tokens" if budget.tokens is not None else f"{self._seconds:,.0f} s"
+        return f"--budget {budget.text} was spent before: the output took {used} so far"
 
 
 def _prompt_tokens(requests: Sequence[Request]) -> int:

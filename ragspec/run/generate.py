@@ -61,7 +61,7 @@ def generate(
     update: bool = False,
     prune: bool = False,
     keep_old: bool = False,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     stats_path: str | None = None,
     notes: list[str] | None = None,
     report: Report | None = None,
@@ -82,7 +82,8 @@ def generate(
             and replace their lines once all are answered. All other lines stay.
         prune: With `update`, also remove the answers of records that are no longer in the input.
         keep_old: With `update`, keep the output as it was as `NAME.1`.
-        budget: Stop before the output has taken more than this, earlier runs included; `summary.stopped` then says so.
+        budget: Stop before the output has taken more than this, or the first of these, earlier runs included;
+            `summary.stopped` then says so.
         stats_path: Where the statistics go; by default `NAME.stats.json` next to the output.
         notes: Notes to put before those of the run.
         report: Called after each record with the totals so far, and the number of lines of the input (None if it is not
@@ -110,7 +111,8 @@ def generate(
         if progress:
             reports.append(stack.enter_context(_bar()))
         check_name(config.output)
-        if budget is not None and config.scale is not None:
+        budgets = [budget] if isinstance(budget, Budget) else list(budget or ())
+        if budgets and config.scale is not None:
             raise ConfigError("--budget works in one process only, not with the workers of `scale`; remove one of them")
         target = target_of(config.output)
         outdated = _outdated(config, resume=resume, keep_old=keep_old, prune=prune, limit=limit) if update else None
@@ -127,6 +129,8 @@ def generate(
         count = source.count()
         began = target.state.began_by() if target and resume and target.begun() else None
         session = prepare(config, choose_runner(config, count, began, limit=limit))
+        for each in watchers:
+            each.chosen(session.config)
         statistics = stack.enter_context(StatisticsFile(stats_path, target))
         reports += [statistics.report, *(each.report for each in watchers)]
         identity = identity_of(session)
@@ -148,7 +152,7 @@ def generate(
                 update=updated,
             )
         )
-        gate = BudgetGate(budget, journal.ledger, journal.spent) if budget else None
+        gate = BudgetGate(budgets, journal.ledger, journal.spent) if budgets else None
         executor = _executor(
             session,
             source,
@@ -163,11 +167,12 @@ def generate(
         summary = statistics.summary = executor.summary
         summary.notes += [*(notes or []), *read_as, *journal.notes()]
         downloaded = downloads(session.config)
+        statistics.begin(within(limit, count))
         try:
             executor.answer()
             if gate is not None and gate.stopped:
                 journal.stop_early()
-                summary.stopped = f"--budget {budget.text} is used up" if budget else ""
+                summary.stopped = gate.why
             summary.planned = compared(session, summary)
         finally:
             summary.notes += [note for note in session.notes() if note not in summary.notes]
@@ -253,7 +258,7 @@ def _matched(update: Update, session: Session, *, limit: int | None, prune: bool
     """Find which lines of an output still answer their records."""
     assert session.config.input is not None
     with open_source(session.config.input) as source:
-        rows = requests_of(session, source, update, limit)
+        rows = requests_of(session, source, update, limit, prune=prune)
     return update.match(rows, whole=limit is None, prune=prune)
 
 

@@ -80,6 +80,7 @@ class LocalPass:
         self._session = session
         self._runner = session.runner
         self._tasks = tasks
+        self._gate = gate
         self._writer = ResultWriter(session, source, journal, shape, total, report, observers)
         self._record_reader = RecordReader(session.config, self._writer, source)
         self._ordering = ordering_of(session, source, self._record_reader, limit, say)
@@ -94,7 +95,8 @@ class LocalPass:
         with self._requests() as requests, self._energy:
             first = next(requests, None)  # rows with errors before it need no model
             if first is None:
-                if not (self.summary.failed or self.summary.skipped):
+                held = self._gate is not None and self._gate.stopped
+                if not (self.summary.failed or self.summary.skipped or held):
                     self.summary.notes.append(self._no_records)
                 return
             requests.put_back([first])

@@ -79,6 +79,10 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()  # clients that still read do so on threads that end with the process
 
+    def chosen(self, config: RunConfig) -> None:
+        """Take the config that runs, whose runner is no longer `auto`."""
+        self._figures.runner = config.runner
+
     def report(self, summary: RunSummary, total: int | None) -> None:
         """Take the totals to show from now on."""
         self._figures.summary, self._figures.total = summary, total
@@ -132,7 +136,7 @@ class RunFigures:
         self.total: int | None = None
         self.failures: Counter[str] = Counter()
         self._model = str(config.model or config.runner) if config else ""
-        self._runner = config.runner if config else ""
+        self.runner = config.runner if config else ""
         self._started = time.time()
 
     def collect(self) -> Iterator[Any]:
@@ -147,7 +151,7 @@ class RunFigures:
         def now(name: str, what: str, value: float) -> Any:
             return GaugeMetricFamily(f"ragspec_{name}", what, value=value)
 
-        about = {"version": __version__, "model": self._model, "runner": self._runner, "method": summary.method}
+        about = {"version": __version__, "model": self._model, "runner": self.runner, "method": summary.method}
         yield InfoMetricFamily("ragspec_run", "What runs.", value=about)
         yield now("start_time_seconds", "When the run began, in seconds since 1970.", self._started)
         records = CounterMetricFamily("ragspec_records", "Records by outcome.", labels=["state"])

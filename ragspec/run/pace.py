@@ -4,7 +4,7 @@
     '1,240/5,000, 310 tokens/s, 1:52 left, 3 failed'
 
 Speeds are those of the last minutes, not of the whole run, so that a run that stands still is seen to. Limit: the time
-left is unknown until two looks have seen records finish.
+left is unknown until two looks have seen records finish, or one if the run tells how long it has been answering.
 """
 
 from __future__ import annotations
@@ -103,9 +103,12 @@ class Pace:
         """Return how far the run has come. now: seconds, of the clock that `started` is of."""
         done = summary.records + summary.failed
         phase = ANSWERING if done else WARMING_UP if summary.load_s else LOADING
+        last = self._looks[-1] if self._looks else None
         if phase != self._phase:
             self._phase, self._phase_began = phase, now
-        last = self._looks[-1] if self._looks else None
+            self._looks.clear()  # loading and warming up are no part of the speed
+            if summary.generate_s:
+                self._looks.append(Look(now - summary.generate_s, 0, 0))
         if last is None or done > last.done:
             self._moved_at = now
         self._looks.append(Look(now, done, summary.output_tokens))

@@ -51,11 +51,14 @@ from ragspec.run.session import Session, prepare
 from ragspec.speculation.methods import HF
 from ragspec.stats import RunSummary
 
+DIGITS = 6  # of a figure for programs
 SAMPLED = 500  # records whose prompts are built
 Z = 1.96  # standard errors in a 95% interval
+TOO_LONG = "the prompt has "  # in the errors of the prompt builder
 GUESS = 4.0  # factor of the interval around a guess
 NOISE = 0.2  # of a time measured here before
 LINE_BYTES, TOKEN_BYTES = 540, 4.6  # of an output line without its answer; of a token of text
+NEARLY_ALL = 0.8  # of the planned records: fewer are too few to compare with the plan
 PLANS = JsonCache("plans")  # the latest plan of a config and input
 
 
@@ -70,6 +73,10 @@ class Estimate:
     def times(self, factor: float) -> Estimate:
         """Return the figure and its interval, multiplied."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
+    def plus(self, other: Estimate) -> Estimate:
+        """Return the sum of two figures and of their ends."""
+        return Estimate(self.value + other.value, self.low + other.low, self.high + other.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +100,20 @@ class Plan:
     def rows(self) -> list[dict[str, Any]]:
         """Return the lines as rows of a table."""
         return [
-            {"what": line.what, "expected": line.value, "low": line.low, "high": line.high, "by": line.basis}
+            {
+                "what": line.what,
+                "expected": line.value if isinstance(line.value, str) else _rounded(line.value),
+                "low": _rounded(line.low),
+                "high": _rounded(line.high),
+                "by": line.basis,
+            }
             for line in self.lines
         ]
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a figure without the digits of binary fractions."""
+    return value if value is None or value == round(value) else float(f"{value:.{DIGITS}g}")
 
 
 def make_plan(
@@ -182,12 +200,15 @@ def _finished(config: RunConfig) -> Ledger:
     return ledger
 
 
-def _built(session: Session, tasks: Sequence[RecordTask]) -> list[RecordInFlight]:
-    builder, found = RequestBuilder(session), []
+def _built(session: Session, tasks: Sequence[RecordTask]) -> tuple[list[RecordInFlight], list[str]]:
+    """Return the records that can be answered, and why the others cannot."""
+    builder, found, refused = RequestBuilder(session), [], []
     for task in tasks:
-        with suppress(RecordError):
+        try:
             found.append(builder.in_flight(task.index, task.record, task.key))
-    return found
+        except RecordError as error:
+            refused.append(f"{task.record.id}: {error}")
+    return found, refused
 
 
 def _answer_sample(session: Session, read: _Read, count: int) -> Timing:
@@ -209,32 +230,33 @@ def _answer_sample(session: Session, read: _Read, count: int) -> Timing:
 
 def _plan(session: Session, read: _Read, measured: Timing | None, prices: Sequence[Price], why: str) -> Plan:
     config = session.config
-    flights = _built(session, read.tasks)
-    count = read.records
+    flights, refused = _built(session, read.tasks)
+    count = round(read.records * len(flights) / max(1, len(read.tasks)))
     prompts = _total([flight.prompt_tokens for flight in flights], count)
     known = [measured] if measured else [each for each in timings(config).get(setting_of(config), []) if each.records]
     alike = [each for each in known if each.asks == asks_of(config)] or known
     basis = "a sample of this run" if measured else f"{len(alike)} earlier runs" if alike else "a guess"
     outputs = _outputs(config, flights, alike, count)
     load_s, answer_s = _seconds(config, prompts, outputs, alike)
-    seconds = Estimate(load_s + answer_s.value, load_s + answer_s.low, load_s + answer_s.high)
+    seconds = load_s.plus(answer_s)
     records = f"{read.finished:,} finished before, {read.bad:,} rows are not records"
     lines = [
-        Line("records", count, basis=records),
+        Line("records", read.records, basis=records),
+        *_refused(refused, len(read.tasks)),
         _line("prompt tokens", prompts, f"{len(flights):,} prompts built"),
         _line("output tokens", outputs, basis),
         *_sharing(config, read, flights, prompts, alike),
-        _line("hours here", seconds.times(1 / 3600), f"{basis}; {load_s:,.1f} s of it to load"),
+        _line("hours here", seconds.times(1 / 3600), f"{basis}; {load_s.value:,.1f} s of it to load"),
     ]
     workers = config.workers() or 1
     if workers > 1:
         spread = answer_s.times(1 / workers)
-        many = Estimate(load_s + spread.value, load_s + spread.low, load_s + spread.high)
-        lines.append(_line(f"hours, {workers} workers", many.times(1 / 3600), "each on a machine like this"))
+        lines.append(
+            _line(f"hours, {workers} workers", load_s.plus(spread).times(1 / 3600), "each on a machine like this")
+        )
     lines += _memory(config, flights, alike)
     lines.append(_line("output MB", _disk(config, flights, outputs, count).times(1e-6), "before compression"))
-    tokens = Estimate(*(getattr(prompts, each) + getattr(outputs, each) for each in ("value", "low", "high")))
-    machine_s = Estimate(*(workers * load_s + getattr(answer_s, each) for each in ("value", "low", "high")))
+    tokens, machine_s = prompts.plus(outputs), load_s.times(workers).plus(answer_s)
     for price in prices:
         low, value, high = (
             price.money(getattr(machine_s, each), getattr(tokens, each)) for each in ("low", "value", "high")
@@ -244,7 +266,7 @@ def _plan(session: Session, read: _Read, measured: Timing | None, prices: Sequen
         Line("runner", config.runner, basis=why.partition(": ")[2].partition(": ")[2] or "the config names it"),
         Line("method", *_method(config, flights)),
     ]
-    _keep(session, count, prompts.value, outputs.value, seconds.value)
+    _keep(session, count, prompts.value, outputs.value, load_s.value, answer_s.value)
     notes = [*session.notes(), session.runner.outlook()]
     if not alike:
         notes.append(
@@ -255,6 +277,15 @@ def _plan(session: Session, read: _Read, measured: Timing | None, prices: Sequen
 
 def _line(what: str, found: Estimate, basis: str) -> Line:
     return Line(what, found.value, found.low, found.high, basis)
+
+
+def _refused(refused: Sequence[str], tried: int) -> list[Line]:
+    """Return a line about records that will fail, none if there are none. refused: why they will."""
+    if not refused:
+        return []
+    long = sum(TOO_LONG in each for each in refused)
+    what = "prompts that do not fit" if long == len(refused) else "prompts that cannot be built"
+    return [Line(what, len(refused), basis=f"of {tried:,} built; they will be error lines; {refused[0]}")]
 
 
 def _total(values: Sequence[float], count: int) -> Estimate:
@@ -287,12 +318,13 @@ def _most(flight: RecordInFlight) -> int:
 
 def _seconds(
     config: RunConfig, prompts: Estimate, outputs: Estimate, known: Sequence[Timing]
-) -> tuple[float, Estimate]:
+) -> tuple[Estimate, Estimate]:
     """Return the seconds of loading and warming up, and those of answering."""
     if not known:
         kind, runner = "GPU" if has_gpu() else "CPU", config.runner if config.runner in LOADING_S else HF
         guess = (prompts.value + outputs.value) * TOKEN_S[kind][runner]
-        return LOADING_S[runner], Estimate(guess, guess / GUESS, guess * GUESS)
+        load = float(LOADING_S[runner])
+        return tuple(Estimate(each, each / GUESS, each * GUESS) for each in (load, guess))  # type: ignore[return-value]
     loads = sorted((each.load_s or 0.0) + each.warmup_s for each in known)
     found = sorted((_one(each, prompts.value, outputs.value), each.tokens) for each in known)
     half = sum(tokens for _, tokens in found) / 2
@@ -302,8 +334,12 @@ def _seconds(
         if half <= 0:
             value = seconds
             break
-    low, high = min(found[0][0], value * (1 - NOISE)), max(found[-1][0], value * (1 + NOISE))
-    return loads[len(loads) // 2], Estimate(value, low, high)
+    return _range(loads[len(loads) // 2], loads), _range(value, [seconds for seconds, _ in found])
+
+
+def _range(value: float, measured: Sequence[float]) -> Estimate:
+    """Return a time with the range of earlier ones, at least NOISE to both sides."""
+    return Estimate(value, min(measured[0], value * (1 - NOISE)), max(measured[-1], value * (1 + NOISE)))
 
 
 def _one(timing: Timing, prompts: float, outputs: float) -> float:
@@ -370,7 +406,10 @@ def _disk(config: RunConfig, flights: Sequence[RecordInFlight], outputs: Estimat
 
 
 def _method(config: RunConfig, flights: Sequence[RecordInFlight]) -> tuple[str, None, None, str]:
-    """Return the method that should be fastest, and why."""
+    """Return the method that the run will use, and which one should be fastest, as far as that is known."""
+    own = config.speculation.method
+    given = "method" in config.speculation.model_fields_set
+    said = "as configured" if given else "the default"
     speeds: dict[str, float] = {}
     for method in ("none", "context", "prompt_lookup", "auto", config.speculation.method):
         changed = config.model_copy(update={"speculation": _with_method(config, method)})
@@ -379,12 +418,13 @@ def _method(config: RunConfig, flights: Sequence[RecordInFlight]) -> tuple[str, 
             speeds[method] = sum(each.generate_s for each in runs) / tokens
     if len(speeds) > 1:
         best = min(speeds, key=lambda method: speeds[method])
-        said = ", ".join(f"{method} {1000 * token_s:.2f}" for method, token_s in speeds.items())
-        return best, None, None, f"ms a token in earlier runs: {said}"
+        measured = ", ".join(f"{method} {1000 * token_s:.2f}" for method, token_s in speeds.items())
+        fastest = "the fastest" if best == own else f"{best} was faster"
+        return own, None, None, f"{said}; {fastest}, in ms a token in earlier runs: {measured}"
     if not any(flight.prompt.kept for flight in flights):
-        return "none", None, None, "there are no passages to copy from; not measured here: ragspec tune does"
-    why = "whether copying pays off depends on the answers; auto measures it, ragspec tune compares all methods"
-    return "auto", None, None, why
+        return own, None, None, f"{said}; there are no passages to copy from; ragspec tune compares all methods"
+    try_auto = "" if own == "auto" else "auto measures while it answers, and "
+    return own, None, None, f"{said}; not compared here: {try_auto}ragspec tune compares all methods"
 
 
 def _with_method(config: RunConfig, method: str) -> SpeculationConfig:
@@ -400,25 +440,30 @@ def _place(session: Session) -> tuple[object, ...]:
     return repr(session.identity()), str(session.config.input), session.config.workers()
 
 
-def _keep(session: Session, records: int, prompts: float, outputs: float, seconds: float) -> None:
-    kept = {"records": records, "prompt_tokens": prompts, "output_tokens": outputs, "seconds": seconds}
+def _keep(session: Session, records: int, prompts: float, outputs: float, load_s: float, answer_s: float) -> None:
+    kept: dict[str, float | str] = {"records": records, "prompt_tokens": prompts, "output_tokens": outputs}
+    kept |= {"load_s": load_s, "answer_s": answer_s, "output": str(session.config.output)}
     PLANS.write(kept, *_place(session))
 
 
 def compared(session: Session, summary: RunSummary) -> str:
-    """Return what the latest plan said of a run beside what it took, "" without a plan or an answer."""
+    """Return what the latest plan said of a run beside what it took; "" without a plan, or with too few answers."""
     plan = PLANS.read(*_place(session))
     try:
-        said = {name: float(plan[name]) for name in ("records", "prompt_tokens", "output_tokens", "seconds")}
+        names = ("records", "prompt_tokens", "output_tokens", "load_s", "answer_s")
+        said = {name: float(plan[name]) for name in names}
+        output = str(plan["output"])
     except (TypeError, KeyError, ValueError):
         return ""
-    if not summary.records or not said["records"]:
+    if output not in ("-", str(session.config.output)):  # - if the plan was not told where answers will go
         return ""
-    share = summary.records / said["records"]
+    share = summary.records / said["records"] if said["records"] else 0.0
+    if share < NEARLY_ALL:
+        return ""
     took = {
         "prompt tokens": (summary.prompt_tokens, said["prompt_tokens"] * share),
         "output tokens": (summary.output_tokens, said["output_tokens"] * share),
-        "time": (summary.load_s + summary.warmup_s + summary.generate_s, said["seconds"] * share),
+        "time": (summary.load_s + summary.warmup_s + summary.generate_s, said["load_s"] + said["answer_s"] * share),
     }
     part = "" if share == 1 else f", for {share:.0%} of the planned records"
     off = [f"{name} {value / expected - 1:+.0%}" for name, (value, expected) in took.items() if expected]

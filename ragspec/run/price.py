@@ -13,10 +13,10 @@ from typing import Literal
 
 from ragspec.errors import ConfigError
 
-SIGN = r"[$€£¥]?"
+SIGN = r"(?P<sign>[$€£¥]?)"
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 PRICE = re.compile(rf"{SIGN}\s*{NUMBER}\s*/\s*(h|kWh|Mtok)(?:@{NUMBER}W)?", re.IGNORECASE)
-AMOUNT = re.compile(rf"(?P<sign>{SIGN})\s*{NUMBER}\s*(?P<unit>s|m|min|h|d|ktok|Mtok|tok)?", re.IGNORECASE)
+AMOUNT = re.compile(rf"{SIGN}\s*{NUMBER}\s*(?P<unit>s|m|min|h|d|ktok|Mtok|tok)?", re.IGNORECASE)
 SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 TOKENS = {"tok": 1, "ktok": 1000, "mtok": 1_000_000}
 FORMS = "2.5/h, 0.3/kWh@150W (with the machine's power) or 0.6/Mtok"
@@ -30,6 +30,7 @@ class Price:
     amount: float
     unit: Literal["h", "kwh", "mtok"]
     watts: float = 0.0
+    sign: str = ""
 
     @classmethod
     def of(cls, text: str) -> Price:
@@ -37,12 +38,12 @@ class Price:
         found = PRICE.fullmatch(text.strip())
         if found is None:
             raise ConfigError(f'--price: "{text}" has no known unit; write {FORMS}')
-        unit = found[2].lower()
-        if unit == "kwh" and found[3] is None:
+        unit = found[3].lower()
+        if unit == "kwh" and found[4] is None:
             raise ConfigError(f'--price: "{text}": the power of this machine is unknown; write {text}@150W')
-        if unit != "kwh" and found[3] is not None:
+        if unit != "kwh" and found[4] is not None:
             raise ConfigError(f'--price: "{text}": watts belong to a price per kWh; write {FORMS}')
-        return cls(text.strip(), float(found[1]), unit, float(found[3] or 0.0))  # type: ignore[arg-type]
+        return cls(text.strip(), float(found[2]), unit, float(found[4] or 0.0), found["sign"])  # type: ignore[arg-type]
 
     def money(self, seconds: float, tokens: float) -> float:
         """Return what so many seconds of one machine, or so many tokens, cost."""
@@ -77,6 +78,10 @@ class Budget:
         if len(prices) != 1:
             raise ConfigError(f"--budget {text} is an amount of money, which needs one --price: {FORMS}")
         price = prices[0]
+        if price.sign and price.sign != found["sign"]:
+            raise ConfigError(
+                f"--budget {text} and --price {price.text} are in different currencies; write both in one"
+            )
         if not price.money(3600.0, 1e6):
             raise ConfigError(f"--price {price.text}: with a price of zero, --budget {text} is never reached")
         if price.unit == "mtok":

@@ -65,7 +65,13 @@ def keys_of(config: RunConfig, source: Source, limit: int | None) -> set[str]:
 
 
 class RecordReader:
-    """Reads the rows of one pass over `source`, in order."""
+    """Reads the rows of one pass over `source`, in order.
+
+    Attributes:
+        records: How many rows were records.
+        nameless: The numbers of rows that are no records and have no id of their own, as a line that is cut off, by
+            the index of their lines. Whose rows they were is not known.
+    """
 
     def __init__(self, config: RunConfig, writer: FinishedRows, source: Source) -> None:
         self._form = config.prompt.source
@@ -75,6 +81,8 @@ class RecordReader:
         self._seen = KeySet()
         self._numbers = count()
         self._changed = 0
+        self.records = 0
+        self.nameless: dict[int, int] = {}
 
     def tasks(self, row: InputRow) -> list[RecordTask]:
         """Return the row's task; empty if it is finished or is not a record."""
@@ -90,10 +98,13 @@ class RecordReader:
             key = fingerprint(row, given or str(row.number))
             record = self._record(row, given)
             wanted = not self._writer.has(index, key)
+            self.records += 1
             self._changed += wanted and self._writer.has_another(record.id)
             return ReadRow(self._task(index, key, row, record), wanted)
         except RecordError as error:
             key = fingerprint(row, None)
+            if given is None:
+                self.nameless[index] = row.number
             if not self._writer.has(index, key):
                 name = given or self._ids.generated(row)
                 self._writer.fail(index, FailedRecord(name, key, "RecordError", str(error), row.number))

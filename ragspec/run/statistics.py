@@ -1,4 +1,4 @@
-"""The statistics file of a run: written while it goes on, and complete at its end.
+"""The statistics file of a run: written when it begins and while it goes on, and complete at its end.
 
     {"state": "running", "updated_at": "2026-01-31T04:00:10+00:00", "records": 120, ...}
 
@@ -43,6 +43,7 @@ class StatisticsFile:
             check_writable(Path(path), "--stats")
             self._document = LocalDocument(Path(path))
         self._total: int | None = None
+        self._before: dict[str, Any] | None = None  # the figures of an earlier run
         self._next = time.monotonic() + EVERY_S
 
     def __enter__(self) -> Self:
@@ -57,10 +58,19 @@ class StatisticsFile:
         except OSError as error:
             self.summary.notes.append(f"{self._document.name}: the statistics cannot be written ({error.strerror})")
 
+    def begin(self, total: int | None) -> None:
+        """Write that the run has begun. total: rows of the input, None if unknown."""
+        self._total = total
+        if self._document is None or self.summary is None:
+            return
+        with suppress(OSError):  # the last write tells the user
+            self._before = self._document.read()
+            self._document.write(_dated({**self.summary.to_json(), "input_records": total}, RUNNING))
+
     def report(self, summary: RunSummary, total: int | None) -> None:
         """Write the totals so far, if it is time to."""
         self._total = total
-        if self._document is None or time.monotonic() < self._next or not (summary.records or summary.failed):
+        if self._document is None or time.monotonic() < self._next:
             return
         began = time.monotonic()
         with suppress(OSError):  # the last write tells the user
@@ -70,9 +80,10 @@ class StatisticsFile:
 
     def _write_last(self, document: Document, summary: RunSummary, state: str) -> None:
         """Write what the run did. One that found nothing to do keeps the figures of the run that did the work."""
-        if not self._own and not (summary.records or summary.failed) and (before := document.read()):
-            if before.get("state", state) != state:
-                document.write(_dated(before, state))
+        before = document.read() if self._before is None else self._before
+        if not self._own and not (summary.records or summary.failed) and before:
+            same = self._before is not None and before.get("state", state) == state
+            document.write(before if same else _dated(before, state))
             return
         total = {"input_records": self._total} if state == STOPPED else {}
         document.write(_dated({**summary.to_json(), **total}, state))

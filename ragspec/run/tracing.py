@@ -58,6 +58,10 @@ class RunTrace:
         self._inside = self._trace.set_span_in_context(self._run)
         return self
 
+    def chosen(self, config: RunConfig) -> None:
+        """Take the config that runs, whose runner is no longer `auto`."""
+        self._run.set_attribute("ragspec.runner", config.runner)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         summary, status = self._summary, self._trace.Status
         if self._loaded_at is not None:

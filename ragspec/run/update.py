@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from ragspec.config.redaction import revealed
-from ragspec.errors import RecordError
+from ragspec.config.run import RunConfig
+from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import Source
 from ragspec.inputs.feed import Feed
 from ragspec.json_text import dumps
@@ -39,8 +40,13 @@ def identity_of(session: Session) -> dict[str, object]:
     return session.identity() | ({WEIGHTS: weights} if weights else {})
 
 
-def requests_of(session: Session, source: Source, update: Update, limit: int | None = None) -> list[RowRequest]:
-    """Return what the first `limit` rows of a source ask, in their order."""
+def requests_of(
+    session: Session, source: Source, update: Update, limit: int | None = None, *, prune: bool = False
+) -> list[RowRequest]:
+    """Return what the first `limit` rows of a source ask, in their order.
+
+    prune: raise ConfigError unless the rows tell which records left the input.
+    """
     shared = session.config.prompt.order == "shared"
     rows = _Rows(update, shared, session.config.output.include)
     reader = RecordReader(session.config, rows, source)
@@ -59,7 +65,25 @@ def requests_of(session: Session, source: Source, update: Update, limit: int | N
                 rows.add(task, None)
     finally:
         tasks.close()
-    return [rows.found[index] for index in sorted(rows.found)]
+    if prune:
+        _check_whole(session.config, source, reader)
+    found = {index: row._replace(named=index not in reader.nameless) for index, row in rows.found.items()}
+    return [found[index] for index in sorted(found)]
+
+
+def _check_whole(config: RunConfig, source: Source, reader: RecordReader) -> None:
+    """Raise ConfigError if answers might be removed because the input is damaged."""
+    if not reader.records:
+        raise ConfigError(
+            f"--prune: {config.input} has no records, so all answers would be removed; repair the input, or run "
+            "without --prune"
+        )
+    if numbers := sorted(reader.nameless.values()):
+        others = f" and {len(numbers) - 1:,} more" if numbers[1:] else ""
+        raise ConfigError(
+            f"{source.where(numbers[0])}: this row{others} cannot be read, so --prune does not know which records left "
+            "the input; repair the input, or run without --prune"
+        )
 
 
 def _tasks(reader: RecordReader, source: Source, limit: int | None) -> Iterator[RecordTask]:

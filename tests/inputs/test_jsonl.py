@@ -38,7 +38,10 @@ def test_several_zst_frames_in_one_file_are_read_to_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "not valid JSON"),
+        (b"{", "not valid JSON (the line ends too early: cut off?)"),
+        (b'{"id": "q1", "query": "why', "the line ends "),
+        (b'{"id": "q1", "query": "why\n', "(the line ends inside a string: cut off?)"),
+        (b'{"id": "q1", "query": "a\tb"}\n', "unexpected control character in string"),
         (b'"\xff"', "byte 2 is 0xff"),
         (b'{"a": NaN}', "not valid JSON"),
         (b'"\\ud800"', "not valid"),

@@ -210,3 +210,42 @@ def test_wandb_takes_the_figures(tmp_path, runs, monkeypatch):
     assert json.loads(done.stdout)["scores"], done.exception
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert "wandb" in sys.modules
+
+
+# -- records without an answer ---------------------------------------------------------------------
+
+
+def failing(path, failed, *, of=40):
+    """Write a run that answers rightly, apart from its first records, which fail."""
+    right = {"output": "Ann", "output_tokens": 3, "metadata": {"reference": "Ann"}}
+    return write_jsonl(path, [{"id": f"q{i}", **({"error": "no"} if i < failed else right)} for i in range(of)])
+
+
+def test_a_gate_on_what_failed_does_not_pass_on_the_survivors(tmp_path):
+    out = failing(tmp_path / "out.jsonl", 28)
+    done = run(out, "--gate", "f1 >= 15", "--gate", "failed <= 2")
+    assert done.exit_code == 1
+    assert "gate f1 >= 15: passed on 12 of 40 records: 100.0 (100.0 to 100.0)\n" in done.stderr
+    assert "gate failed <= 2: failed: 70.0\n" in done.stderr
+    found = json.loads(done.stdout)
+    assert [(each["count"], each["of"]) for each in found["gates"]] == [(12, 40), (40, 40)]
+    assert found["scores"]["failed"] == {"mean": 70.0, "low": 70.0, "high": 70.0, "count": 40}
+    assert run(out, "--gate", "failed <= 70").exit_code == 0
+    assert run(failing(tmp_path / "few.jsonl", 0, of=3), "--gate", "failed <= 2").exit_code == 0  # it is a count
+
+
+def test_what_failed_is_compared_and_records_that_are_missing_are_counted(tmp_path):
+    new, old = failing(tmp_path / "new.jsonl", 2, of=20), failing(tmp_path / "old.jsonl", 4)
+    done = run(new, "--against", old, "--gate", "failed <= +0", "--gate", "f1 >= -1")
+    assert done.exit_code == 0
+    assert "gate failed <= +0: passed on 20 of 40 records: +0.0\n" in done.stderr
+    assert "gate f1 >= -1: passed on 16 of 40 records: +0.0" in done.stderr
+    assert f"20 records of {old} are missing in {new}" in json.loads(done.stdout)["notes"]
+    assert run(new, "--against", old, "--gate", "failed <= -1").exit_code == 1
+    silent = failing(tmp_path / "silent.jsonl", 40)  # fails the gate, rather than having nothing to compare
+    assert run(silent, "--against", old, "--gate", "failed <= +1").exit_code == 1
+
+
+def test_the_table_has_what_failed_only_if_something_did(tmp_path):
+    assert "failed" not in run(failing(tmp_path / "out.jsonl", 0), "--format", "csv").stdout
+    assert "failed,50.0" in run(failing(tmp_path / "out.jsonl", 20), "--format", "csv").stdout

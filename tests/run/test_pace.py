@@ -13,8 +13,8 @@ def at(records=0, failed=0, tokens=0, **more):
 def test_a_line_has_the_records_the_speed_the_time_left_and_the_failures():
     pace = Pace()
     pace.progress(at(load_s=3.0), 5000, now=10.0)
-    pace.progress(at(237, 0, 600, load_s=3.0), 5000, now=20.0)
-    found = pace.progress(at(1237, 3, 9900, load_s=3.0), 5000, now=50.0)
+    pace.progress(at(237, 0, 600, load_s=3.0, generate_s=10.0), 5000, now=20.0)
+    found = pace.progress(at(1237, 3, 9900, load_s=3.0, generate_s=40.0), 5000, now=50.0)
     assert found.text() == "1,240/5,000, 248 tokens/s, 2:01 left, 3 failed"
     assert found.to_json()["left_s"] == pytest.approx(3760 / 31, abs=0.1)
 
@@ -22,7 +22,7 @@ def test_a_line_has_the_records_the_speed_the_time_left_and_the_failures():
 def test_records_of_earlier_runs_are_finished_but_say_nothing_of_the_speed():
     pace = Pace()
     pace.progress(at(0, skipped=400, load_s=1.0), 500, now=0.0)
-    found = pace.progress(at(10, tokens=100, skipped=400, load_s=1.0), 500, now=10.0)
+    found = pace.progress(at(10, tokens=100, skipped=400, load_s=1.0, generate_s=10.0), 500, now=10.0)
     assert found.text() == "410/500, 10 tokens/s, 1:30 left"
 
 
@@ -38,6 +38,19 @@ def test_the_speed_is_never_that_of_less_than_the_last_two_minutes():
     for now, tokens in ((0.0, 0), (100.0, 1000), (200.0, 1000)):
         found = pace.progress(at(1, tokens=tokens, load_s=1.0), None, now=now)
     assert found.tokens_per_s == 5.0
+
+
+def test_the_speed_leaves_out_loading_and_warming_up():
+    pace = Pace()
+    pace.progress(at(), 60, now=0.0)
+    pace.progress(at(), 60, now=30.0)
+    pace.progress(at(load_s=35.0), 60, now=50.0)
+    found = pace.progress(at(2, tokens=40, load_s=35.0, generate_s=2.0), 60, now=54.0)
+    assert found.text() == "2/60, 20 tokens/s, 0:58 left"
+    other = Pace()
+    other.progress(at(), 60, now=0.0)
+    assert other.progress(at(2, tokens=40, load_s=35.0), 60, now=54.0).left_s is None  # since when is not known
+    assert other.progress(at(32, tokens=640, load_s=35.0), 60, now=84.0).text() == "32/60, 20 tokens/s, 0:28 left"
 
 
 def test_a_run_that_stands_still_says_so_instead_of_guessing():

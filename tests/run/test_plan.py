@@ -1,9 +1,11 @@
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from ragspec.cli import app
+from ragspec.cli.tables import with_durations
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.inputs.feed import Feed
@@ -15,6 +17,7 @@ from ragspec.run.generate import generate
 from ragspec.run.plan import make_plan
 from ragspec.run.price import Budget, Price
 from ragspec.run.runner_choice import Timing, asks_of
+from ragspec.run.session import prepare
 from ragspec.stats import RunSummary, Spent
 from tests.conftest import read_jsonl, write_jsonl
 
@@ -72,6 +75,12 @@ def test_money_that_is_never_spent_is_one_line(price):
         Budget.of("$5", [Price.of(price)])
 
 
+def test_a_budget_and_a_price_are_in_one_currency():
+    with pytest.raises(ConfigError, match=r"^--budget \$5 and --price €2\.5/h are in different currencies"):
+        Budget.of("$5", [Price.of("€2.5/h")])
+    assert Budget.of("$5", [Price.of("2.5/h")]).seconds == Budget.of("€5", [Price.of("€2.5/h")]).seconds == 7200
+
+
 def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger_one(tmp_path):
     config = config_of(tmp_path, runner_args={"reverse": True, "batch_size": 4})
     summary = generate(config, budget=Budget("500tok", tokens=500))
@@ -82,11 +91,12 @@ def test_a_run_never_takes_more_tokens_than_its_budget_and_goes_on_with_a_larger
     assert (statistics["state"], statistics["input_records"]) == ("stopped", 40)
     more = generate(config, budget=Budget("900tok", tokens=900))
     assert 500 < more.totals.prompt_tokens + more.totals.output_tokens <= 900
-    with pytest.raises(ConfigError, match="already used up; the output took"):
-        generate(config, budget=Budget("300tok", tokens=300))
     used = more.totals.prompt_tokens + more.totals.output_tokens
-    with pytest.raises(ConfigError, match="already used up"):
-        generate(config, budget=Budget("all of it", tokens=used))
+    for text, tokens in (("300tok", 300), ("all of it", used)):
+        none = generate(config, budget=Budget(text, tokens=tokens))
+        assert none.stopped == f"--budget {text} was spent before: the output took {used} tokens so far"
+        assert (none.records, none.load_s) == (0, 0.0)
+        assert not any("nothing to answer" in note for note in none.notes)
     rest = generate(config)
     assert summary.records + more.records + rest.records == 40
     assert [each["id"] for each in read_jsonl(tmp_path / "out.jsonl")] == [f"q{i}" for i in range(40)]
@@ -131,7 +141,7 @@ def test_an_update_that_stops_at_its_budget_leaves_the_output_as_it_was(tmp_path
 
 def test_time_is_given_to_as_many_requests_as_it_lasts_for():
     now = [0.0]
-    gate = BudgetGate(Budget("100s", seconds=100.0), Ledger(), Spent(1, 10.0, 0.0, 20.0), clock=lambda: now[0])
+    gate = BudgetGate([Budget("100s", seconds=100.0)], Ledger(), Spent(1, 10.0, 0.0, 20.0), clock=lambda: now[0])
     summary = RunSummary()
     records = ([Request(i, str(i), [1], Sampling())] for i in range(1000))
     feed = gate.watch(summary, Feed(records), lambda: summary.records)
@@ -149,7 +159,7 @@ def test_time_is_given_to_as_many_requests_as_it_lasts_for():
 
 def test_a_record_that_may_take_more_time_than_is_left_is_not_begun():
     now, finished = [0.0], [0]
-    gate, summary = BudgetGate(Budget("25s", seconds=25.0), Ledger(), Spent(), clock=lambda: now[0]), RunSummary()
+    gate, summary = BudgetGate([Budget("25s", seconds=25.0)], Ledger(), Spent(), clock=lambda: now[0]), RunSummary()
     gate.watch(summary, Feed([]), lambda: finished[0])
     record = [Request(0, "a", [1], Sampling())]
     for _ in range(2):  # ten seconds each
@@ -157,11 +167,20 @@ def test_a_record_that_may_take_more_time_than_is_left_is_not_begun():
         now[0] += 10.0
         finished[0] += 1
     assert gate.admits(record, summary, waiting=True) is False
-    assert gate.stopped
+    assert gate.why == "--budget 25s: the next record does not fit in the 5 s left"
+
+
+def test_the_first_of_several_budgets_that_is_spent_ends_the_run(tmp_path):
+    config = config_of(tmp_path, runner_args={"batch_size": 4})
+    summary = generate(config, budget=[Budget("1h", seconds=3600), Budget("500tok", tokens=500)])
+    assert summary.stopped.startswith("--budget 500tok")
+    assert 350 < summary.prompt_tokens + summary.output_tokens <= 500
+    more = generate(config, budget=[Budget("0s", seconds=1e-9), Budget("900tok", tokens=900)])
+    assert more.stopped.startswith("--budget 0s was spent before")
 
 
 def test_records_under_way_are_waited_for_unless_the_runner_cannot_go_on_without_more():
-    gate, summary = BudgetGate(Budget("30tok", tokens=30), Ledger(), Spent()), RunSummary()
+    gate, summary = BudgetGate([Budget("30tok", tokens=30)], Ledger(), Spent()), RunSummary()
     record = [Request(0, "a", [1] * 10, Sampling(max_new_tokens=10))]
     assert gate.admits(record, summary, waiting=True)
     assert gate.admits(record, summary, waiting=False) is None
@@ -174,9 +193,14 @@ def test_the_command_stops_like_an_interrupted_one(tmp_path):
     config = config_of(tmp_path)
     path = tmp_path / "c.yaml"
     path.write_text(json.dumps(config.model_dump(mode="json", exclude={"retrieval", "structured", "scale"})))
-    done = CliRunner().invoke(app, ["generate", "-c", str(path), "--budget", "500tok"])
+    command = ["generate", "-c", str(path), "--budget"]
+    done = CliRunner().invoke(app, [*command, "500tok", "--budget", "1h"])
     assert done.exit_code == 130
-    assert "stopped: --budget 500tok is used up" in done.stderr
+    said = " ".join(done.stderr.split())
+    assert re.search(r"stopped: --budget 500tok: the next record does not fit in the \d+ tokens left; finished", said)
+    done = CliRunner().invoke(app, [*command, "300tok"])
+    assert done.exit_code == 130
+    assert "stopped: --budget 300tok was spent before: the output took" in " ".join(done.stderr.split())
     done = CliRunner().invoke(app, ["generate", "-c", str(path), "--budget", "$5"])
     assert "needs one --price" in str(done.exception)
 
@@ -217,6 +241,71 @@ def test_a_sample_measures_and_the_run_is_compared_with_the_plan(tmp_path):
     found = line(plan, "output tokens")
     assert found.value == pytest.approx(summary.output_tokens, rel=0.01)
     assert "prompt tokens +0%, output tokens +0%" in summary.planned
+
+
+def test_a_run_of_a_part_is_not_compared_with_the_plan_of_all(tmp_path):
+    config = config_of(tmp_path)
+    make_plan(config, sample=10)
+    assert generate(config, limit=20).planned == ""
+    assert generate(config).planned == ""
+    make_plan(config)  # nothing is left
+    more = config_of(tmp_path, count=80)
+    make_plan(more)
+    other = more.model_copy(update={"output": more.output.model_copy(update={"path": str(tmp_path / "other.jsonl")})})
+    assert generate(other).planned == ""  # the plan was of the 40 that out.jsonl lacks
+    assert generate(more).planned
+
+
+def test_loading_is_compared_as_a_whole(tmp_path, monkeypatch):
+    plan = {"records": 100, "prompt_tokens": 100.0, "output_tokens": 100.0, "load_s": 50.0, "answer_s": 10.0}
+    monkeypatch.setattr(planning.PLANS, "read", lambda *_: {**plan, "output": "-"})
+    session = prepare(config_of(tmp_path))
+    done = RunSummary(records=80, prompt_tokens=80, output_tokens=80, load_s=45.0, warmup_s=5.0, generate_s=8.0)
+    assert "time +0%, for 80% of the records" in planning.compared(session, done)
+
+
+def test_the_range_of_times_is_of_loading_too(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    assert line(make_plan(config), "hours here").high > 2 * line(make_plan(config), "hours here").value  # a guess
+    runs = [Timing(load, 1000, 1.0, asks_of(config), 10, 200, 4000) for load in (50.0, 51.0, 70.0)]
+    monkeypatch.setattr(planning, "timings", lambda config: {planning.setting_of(config): runs})
+    found = line(make_plan(config), "hours here")
+    assert found.low <= 0.8 * found.value
+    assert found.high >= max(1.2 * found.value, 70 / 3600)
+
+
+def test_prompts_that_do_not_fit_are_told(tmp_path):
+    config = config_of(tmp_path, runner_args={"context_length": 60}, sampling={"max_new_tokens": 4})
+    assert not any("do not fit" in each.what for each in make_plan(config).lines)
+    records = [{"id": f"q{i}", "query": "x" * (100 if i < 4 else 1)} for i in range(32)]
+    config = config.model_copy(
+        update={"input": config.input.model_copy(update={"path": [write_jsonl(tmp_path / "long.jsonl", records)]})}
+    )
+    plan = make_plan(config)
+    found = line(plan, "prompts that do not fit")
+    assert (found.value, line(plan, "records").value) == (4, 32)
+    assert "of 32 built; they will be error lines; q0: the prompt has " in found.basis
+    summary = generate(config)
+    assert (summary.failed, line(plan, "prompt tokens").value) == (4, summary.prompt_tokens)
+    assert "for 8" not in summary.planned
+
+
+def test_the_method_is_the_configs(tmp_path):
+    assert line(make_plan(config_of(tmp_path)), "method").basis.startswith("the default; ")
+    found = line(make_plan(config_of(tmp_path, speculation={"method": "prompt_lookup"})), "method")
+    assert (found.value, found.basis.partition(";")[0]) == ("prompt_lookup", "as configured")
+
+
+def test_figures_are_rounded_and_times_readable(tmp_path):
+    lines = [planning.Line("hours here", 0.0065, 0.1 + 0.01381 - 0.1, 2.0), planning.Line("cost", 0.113810000000001)]
+    rows = planning.Plan(lines, []).rows()
+    assert [rows[0]["low"], rows[1]["expected"]] == [0.01381, 0.11381]
+    shown = with_durations(rows)
+    assert [shown[0][name] for name in ("what", "expected", "low", "high")] == ["time here", "23 s", "50 s", "2:00:00"]
+    assert shown[1] == rows[1]
+    source = write_jsonl(tmp_path / "in.jsonl", [{"query": "one"}])
+    done = CliRunner().invoke(app, ["plan", "--runner", "fake", "-i", source])
+    assert "| time here | " in done.stdout
 
 
 def test_earlier_runs_are_what_a_plan_goes_by(tmp_path, monkeypatch):

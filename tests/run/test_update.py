@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_nothing_changed_is_nothing_done(out):
     [
         ({"prompt": {"template": "Say: {{ query }}"}}, "with another prompt"),
         ({"sampling": {"max_new_tokens": 5}}, "with other sampling"),
-        ({"runner_args": {"future": 1}}, "answered by another model"),
+        ({"runner_args": {"future": 1}}, "with another model or dtype"),
     ],
 )
 def test_a_changed_config_answers_what_it_changes(tmp_path, change, why, monkeypatch):
@@ -458,7 +459,7 @@ def test_outputs_of_another_kind_are_refused(tmp_path):
 def test_an_update_that_fails_before_it_begins_leaves_nothing_behind(tmp_path, monkeypatch):
     from ragspec.run import generate as command
 
-    def fails(*args):
+    def fails(*args, **_):
         raise ConfigError("the index is gone")
 
     out = tmp_path / "out.jsonl"
@@ -573,3 +574,92 @@ def test_an_interrupted_update_leaves_the_output_whole_and_goes_on(out, tmp_path
     summary, _ = update(config)
     assert summary.records <= 35
     assert shown(out) == whole(out, questions(40), sampling={"max_new_tokens": 5})
+
+
+# -- a damaged input -------------------------------------------------------------------------------
+
+
+def damaged(config, *, line=3):
+    """Cut a line of the input off in the middle, as a copy that broke does."""
+    path = Path(str(config.input))
+    lines = path.read_text().splitlines()
+    lines[line] = lines[line][:-4]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def everything(out):
+    return {path: path.read_bytes() for path in out.parent.rglob("*") if path.is_file()}
+
+
+def test_an_empty_input_prunes_nothing(out):
+    generate(config_of(out, questions(6)))
+    config = config_of(out, [])
+    before = everything(out)
+    for keep_old in (False, True) if out.suffix in (".jsonl", ".csv") else (False,):
+        with pytest.raises(ConfigError, match=r"^--prune: .*in\.jsonl has no records, so all answers would be removed"):
+            update(config, prune=True, keep_old=keep_old)
+    with pytest.raises(ConfigError, match="has no records"):
+        dry_update(config, limit=None, retry_failed=False, prune=True)
+    assert everything(out) == before
+
+
+@pytest.mark.parametrize("after", ["nothing", "an update without --prune"])
+def test_a_line_that_is_cut_off_prunes_nothing(out, after):
+    config = config_of(out, questions(6))
+    generate(config)
+    damaged(config)
+    if after != "nothing":
+        update(config)
+    before = everything(out)
+    with pytest.raises(ConfigError, match=r"in\.jsonl:4: this row cannot be read, so --prune does not know"):
+        update(config, prune=True)
+    assert everything(out) == before
+    damaged(config, line=1)
+    with pytest.raises(ConfigError, match=r"in\.jsonl:2: this row and 1 more cannot be read"):
+        update(config, prune=True)
+    update(config_of(out, questions(6)), prune=True)
+    assert shown(out) == whole(out, questions(6))
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_line_that_is_cut_off_removes_no_answer(out, ids):
+    records = questions(6) if ids else [{"query": f"question {i}"} for i in range(6)]
+    config = config_of(out, records)
+    generate(config)
+    before = [line for line in lines_of(out) if "output" in line]
+    damaged(config)
+    for _ in range(2):
+        update(config)
+        assert [line for line in lines_of(out) if "output" in line] == before
+    update(config_of(out, records))
+    assert [line for line in lines_of(out) if "output" in line] == before
+
+
+def test_an_output_that_loses_most_of_its_answers_is_kept(out):
+    generate(config_of(out, questions(8)))
+    update(config_of(out, questions(4)), prune=True)
+    assert not list(out.parent.glob(f"{out.name}.[0-9]"))  # half of it
+    before = everything(out).get(out)  # None of a folder
+    _, said = update(config_of(out, questions(1)), prune=True)
+    assert "3 answers of records that left the input are removed: more than half of all" in said
+    assert list(shown(out)) == ["q0"]
+    copies = [path.read_bytes() for path in out.parent.glob(f"{out.name}.[0-9]")]
+    assert (f"kept as {out.name}.1" in said, copies) == ((True, [before]) if before else (False, []))
+
+
+def test_one_answer_that_left_is_told_as_one(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+    config = config_of(out, [*questions(2), {"id": "none"}])
+    assert "(1 unreadable, too long or without a question)" in update(config)[1]
+    assert "1 answer of a record that left the input stays too (--prune removes it)" in update(config)[1]
+    assert "1 answer of a record that left the input is removed" in update(config, prune=True)[1]
+
+
+def test_a_run_with_a_changed_config_names_the_update(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, questions(3)))
+    with pytest.raises(
+        ConfigError, match=r"different config: sampling.* what changed, add --update; .* --retry-failed"
+    ):
+        generate(config_of(out, questions(3), sampling={"max_new_tokens": 3}))

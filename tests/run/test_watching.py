@@ -48,6 +48,28 @@ def test_the_statistics_are_written_while_a_run_goes_on(tmp_path, config, monkey
     assert (last["state"], last["records"], last["failed"]) == ("finished", 11, 1)
 
 
+def test_the_statistics_say_that_a_run_has_begun_before_it_loads(tmp_path, config, monkeypatch):
+    from ragspec.runners import fake
+
+    path, seen, enter = tmp_path / "out.stats.json", [], fake.Runner.__enter__
+    monkeypatch.setattr(
+        fake.Runner, "__enter__", lambda runner: (seen.append(json.loads(path.read_text())), enter(runner))[1]
+    )
+    generate(config, limit=4)
+    generate(config)
+    assert [(each["state"], each["records"], each["input_records"]) for each in seen] == [
+        ("running", 0, 4),
+        ("running", 0, 12),
+    ]
+
+
+def test_a_run_with_nothing_to_do_leaves_the_statistics_as_they_were(tmp_path, config):
+    generate(config)
+    before = (tmp_path / "out.stats.json").read_bytes()
+    generate(config)
+    assert json.loads((tmp_path / "out.stats.json").read_bytes()) == json.loads(before)
+
+
 def test_a_run_that_breaks_off_says_so(tmp_path, config):
     class Breaks:
         def answered(self, result):
@@ -127,6 +149,20 @@ def test_a_scrape_during_a_run_shows_its_figures(config):
     assert last["process_resident_memory_bytes",] > 1 << 20
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(scraper.url, timeout=60)
+
+
+def test_the_runner_is_the_one_that_auto_chose(config, monkeypatch):
+    pytest.importorskip("prometheus_client")
+    from ragspec.run import generate as module
+    from ragspec.run.runner_choice import RunnerChoice
+
+    monkeypatch.setattr(module, "check_model", lambda config: None)
+    monkeypatch.setattr(module, "choose_runner", lambda *_, **__: RunnerChoice(config))
+    scraper = Scraper()
+    auto = config.model_copy(update={"runner": "auto"})
+    generate(auto, metrics=0, observers=[scraper], say=scraper.say)
+    infos = [key for key in scraper.found[0] if key[0] == "ragspec_run_info"]
+    assert ["fake" in key for key in infos] == [True]
 
 
 def test_figures_of_workers_energy_and_prompts(config):
