@@ -200,11 +200,30 @@ class Comparison:
         return {"run": self.run, "against": self.against, **self.audit.to_json()}
 
 
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """What the run with speculation drafted: without draft tokens, identical answers prove nothing."""
+
+    drafted: int
+    accepted: int
+    notes: tuple[str, ...]
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield lines and their styles."""
+        if self.drafted:
+            yield f"{self.accepted:,} of {self.drafted:,} drafted tokens were accepted", ""
+        else:
+            yield "no token was drafted, so speculation was not tested", "yellow"
+        for note in self.notes:
+            yield f"note: {note}", "yellow"
+
+
 @dataclass(slots=True)
 class Findings:
     """All comparisons, the method against plain decoding first, and what could not be compared.
 
-    quality: of both runs' answers, if records have references. bits: None if they were not compared.
+    quality: of both runs' answers, if records have references. bits: None if they were not compared. tested: what the
+    run with speculation drafted.
     """
 
     comparisons: list[Comparison] = field(default_factory=list)
@@ -212,6 +231,7 @@ class Findings:
     left_out: list[str] = field(default_factory=list)
     quality: dict[str, Quality] = field(default_factory=dict)
     bits: Bits | None = None
+    tested: Tested | None = None
 
     def to_json(self, reference: str, seed: int) -> dict[str, Any]:
         """Return the content of verify.json: the first comparison on top, those with the reference below it."""
@@ -223,6 +243,7 @@ class Findings:
                 "seed": seed,
                 "comparisons": [comparison.to_json() for comparison in others],
             },
+            "tested": None if self.tested is None else asdict(self.tested),
             "bits": None if self.bits is None else asdict(self.bits),
             "not_compared": self.left_out,
             "quality": {name: asdict(quality) for name, quality in self.quality.items()},
@@ -244,6 +265,8 @@ def print_findings(console: Console, found: Findings, folder: Path) -> None:
         console.print(f"{what}: {same if audit.records else 'no answer could be compared'}", markup=False)
         for line, style in _differences(audit):
             console.print(line, markup=False, style=style)
+    for line, style in found.tested.lines() if found.tested else ():
+        console.print(line, markup=False, style=style)
     for line in describe_quality(found.quality):
         console.print(line, markup=False)
     if found.bits is not None:

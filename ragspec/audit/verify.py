@@ -14,6 +14,7 @@ from ragspec.audit.lossless import (
     Comparison,
     Divergence,
     Findings,
+    Tested,
     Verdict,
     compare_bits,
     divergences,
@@ -94,7 +95,8 @@ class _Verification:
     def _answer(self, candidate: Candidate) -> Answers:
         with open_worker(candidate, self._folder, self._limit, self._console) as worker:
             self._console.print(f"{candidate.name}: answering ...", markup=False)
-            worker.measure()
+            ran = worker.measure()
+            self.findings.tested = Tested(ran.drafted, ran.accepted, ran.notes)
             self._method_about = worker.ready.about["runner"]
             self._plain_about = self._plain_about or self._method_about
             self._outputs[candidate.name] = worker.answers

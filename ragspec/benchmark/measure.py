@@ -43,6 +43,7 @@ def summarise(
     baselines = {candidate.name: baseline_of(candidate, plan, sizes) for candidate in plan}
     settings = [setting_of(candidate, sizes) for candidate in plan]
     found = {f"{name}: {note}" for name, one in ready.items() for note in one.notes}
+    found |= {f"{name}: {note}" for name, several in passes.items() for one in several for note in one.notes}
     found |= {missing(one, settings) for one in settings if baselines[one.name] is None and not one.peer}
     runs = []
     for candidate in plan:

@@ -8,7 +8,8 @@ Seconds are wall-clock; None means unknown to the runner. Limit: a file of anoth
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeVar
@@ -23,7 +24,10 @@ NAME = "results.json"
 # metrics of ratios; records per second where prompts differ, since longer answers are no gain
 SPEED, DECODE_SPEED, RECORD_SPEED = "tokens_per_s", "decode_tokens_per_s", "records_per_s"
 # figures that vary between passes: speeds, and acceptance where draft lengths follow measured costs
-VARYING = (SPEED, DECODE_SPEED, "acceptance_rate", "mean_acceptance_length", "tokens_per_step", "energy_j")
+VARYING = (
+    SPEED, DECODE_SPEED, "prefill_s", "decode_s", "acceptance_rate", "mean_acceptance_length", "tokens_per_step",
+    "energy_j",
+)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -61,6 +65,7 @@ class Pass:
     time_to_first_token_s: Percentiles | None
     peak_memory_gib: float
     energy_j: float | None = None  # of answering; None if the machine does not tell
+    notes: tuple[str, ...] = ()
 
     @property
     def j_per_output_token(self) -> float | None:
@@ -258,6 +263,8 @@ class Results:
         runs = self.runs_of(name)
         identical = [run.identical for run in runs if run.identical is not None]
         medians: dict[str, Any] = {figure: _median([getattr(run, figure) for run in runs]) for figure in VARYING}
+        for times in ("latency_s", "time_to_first_token_s"):
+            medians[times] = _median_of_each([found for run in runs if (found := getattr(run, times)) is not None])
         return replace(runs[0], **medians, identical=min(identical, default=None))
 
     @property
@@ -274,6 +281,11 @@ class Results:
                 {key: value for key, value in run.items() if key not in absent or value is not None} for run in runs
             ]
         }
+
+
+def _median_of_each(passes: Sequence[Percentiles]) -> Percentiles | None:
+    """Return the median over passes of each percentile."""
+    return Percentiles(*map(median, zip(*map(astuple, passes), strict=True))) if passes else None
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -120,7 +120,10 @@ def _run_pass(session: Session, output: Path, limit: int | None, pool: WorkerPoo
     # read after the pass, since a runner may choose its batch size by the records
     batch_size = (pool.about["runner"] if pool else session.runner.about()).get("batch_size")
     energy_j = stats.get("energy", {}).get("answering_j")
-    return parse(Pass, stats | stats["speculation"] | {"batch_size": batch_size, "energy_j": energy_j})
+    notes = (*session.notes(), *(pool.notes if pool else ()))  # a drafter may have failed in this pass
+    more = {"batch_size": batch_size, "energy_j": energy_j, "notes": notes}
+    more["acceptance_rate"] = summary.spec.acceptance_rate  # with all its digits, since it is rounded once more
+    return parse(Pass, stats | stats["speculation"] | more)
 
 
 def _stream(session: Session, rows: Source, journal: Journal, limit: int | None, pool: WorkerPool | None) -> RunSummary:

@@ -65,7 +65,12 @@ def _identity_sentences(runs: Mapping[str, Run]) -> list[str]:
 
 def _verdicts(results: Results) -> list[str]:
     """Return the sentences on speculation against plain decoding: best result and losses first, then what is open."""
-    own = sorted(ratios_to_plain(results, SPEED), key=lambda ratio: -ratio.median)
+    found = sorted(ratios_to_plain(results, SPEED), key=lambda ratio: -ratio.median)
+    idle = [ratio.name for ratio in found if not _speculated(results, ratio.name)]
+    own = [ratio for ratio in found if ratio.name not in idle]
+    if idle:
+        said = f"{' and '.join(idle)} drafted less than a token per record, so any difference in speed is chance."
+        return [*(_verdicts_on(own) if own else ()), said]
     if not own:
         if len(results.names) == 1:
             return ["One method was timed, so there is nothing to compare it with."]
@@ -73,6 +78,16 @@ def _verdicts(results: Results) -> list[str]:
             "No speculation was timed next to plain decoding with the same runner and batch size, so there is nothing "
             "to compare; the notes name the run that is missing."
         ]
+    return _verdicts_on(own)
+
+
+def _speculated(results: Results, name: str) -> bool:
+    """Return whether a candidate drafted at least a token per record; a drafter that failed did not."""
+    runs = results.runs_of(name)
+    return sum(run.drafted for run in runs) >= sum(run.records for run in runs)
+
+
+def _verdicts_on(own: Sequence[Ratio]) -> list[str]:
     faster = [ratio for ratio in own if ratio.is_faster]
     slower = [ratio for ratio in own if ratio.is_slower]
     unclear = [ratio for ratio in own if not ratio.is_faster and not ratio.is_slower]

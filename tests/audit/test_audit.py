@@ -217,6 +217,24 @@ def test_verify_proves_that_nothing_changed(tiny, tmp_path, temperature):
         assert (against[name]["records"], against[name]["bugs"]) == (4, [])
         assert f"{name} against stock generate(): " in done.stderr
     assert audit["not_compared"] == []
+    drafted, accepted = audit["tested"]["drafted"], audit["tested"]["accepted"]
+    assert drafted > 0
+    assert f"{accepted} of {drafted} drafted tokens were accepted" in done.stderr
+
+
+def test_verify_says_that_a_drafter_that_fails_tested_nothing(tiny, tmp_path):
+    plugin = tmp_path / "broken.py"
+    plugin.write_text(
+        "class Broken:\n    def __init__(self, settings):\n        pass\n\n"
+        "    def open(self, prompt, passages=()):\n        raise KeyError('lost')\n"
+    )
+    config = config_of(tiny, tmp_path)
+    args = ["--plugin", plugin, "--method", "broken", "--reference", 0]
+    done, audit, _ = verify_with("", config, tmp_path, *args)
+    assert done.returncode == 0, done.stderr
+    assert "no token was drafted, so speculation was not tested" in done.stderr
+    assert audit["tested"]["drafted"] == 0
+    assert any("broken failed in open (KeyError" in note for note in audit["tested"]["notes"]), audit["tested"]
 
 
 @pytest.mark.wide

@@ -216,6 +216,27 @@ def test_rows_are_medians_over_passes(results):
     ]
 
 
+def test_times_of_records_are_medians_over_passes_too(results):
+    slow, typical = Percentiles(2.0, 9.0, 9.0), Percentiles(1.5, 1.8, 1.9)
+    passes = [run("context", "context", 30.0, repeat=i, latency_s=each) for i, each in enumerate([slow, typical] * 2)]
+    passes.append(run("context", "context", 30.0, repeat=5, latency_s=Percentiles(1.0, 1.9, 2.0), prefill_s=1.0))
+    row = replace(results, runs=(results.runs[0], *passes)).typical("context")
+    assert row.latency_s == Percentiles(1.5, 1.9, 2.0)
+    assert row.time_to_first_token_s == results.runs[0].time_to_first_token_s
+    assert row.prefill_s == 6.0
+
+
+def test_a_method_that_drafted_nothing_has_won_nothing(results):
+    idle = run("mine", "mine", 25.0, drafted=3, accepted=0)
+    given = replace(results, runs=(*results.runs, idle), ratios=(*results.ratios, ratio("mine", "none", 1.3, 1.2, 1.4)))
+    lead, said, *_ = summary(given)
+    assert lead.startswith("context is 1.50 times")
+    assert "mine" not in lead
+    assert said == "mine drafted less than a token per record, so any difference in speed is chance."
+    alone = replace(given, ratios=given.ratios[-1:])
+    assert summary(alone)[0] == said
+
+
 def test_a_speed_that_is_not_known_is_no_figure(results):
     """A pass whose answers are all empty has none."""
     unknown = run(
