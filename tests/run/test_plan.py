@@ -261,7 +261,7 @@ def test_loading_is_compared_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(planning.PLANS, "read", lambda *_: {**plan, "output": "-"})
     session = prepare(config_of(tmp_path))
     done = RunSummary(records=80, prompt_tokens=80, output_tokens=80, load_s=45.0, warmup_s=5.0, generate_s=8.0)
-    assert "time +0%, for 80% of the records" in planning.compared(session, done)
+    assert "time +0%, for 80% of the planned records" in planning.compared(session, done)
 
 
 def test_the_range_of_times_is_of_loading_too(tmp_path, monkeypatch):
