@@ -121,6 +121,7 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
     machine = results.machine
     about = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     console.print(about, *machine["gpus"], markup=False)
+    console.print(what_is_timed(results), markup=False)
     for note in results.notes:
         console.print(f"note: {note}", markup=False, style="yellow")
     _print_figures(console, results)
@@ -138,6 +139,22 @@ def print_results(console: Console, results: Results, folder: Path) -> None:
         if detail is not None and detail.profile is not None:
             console.print(_profile(name, detail.profile))
     console.print(f"results in {folder / NAME}, answers in {folder / 'outputs'}", markup=False)
+
+
+def what_is_timed(results: Results) -> str:
+    """Return what a reader must know to compare the figures with others."""
+    config = next(iter(results.configs.values()), {})
+    sampling = config.get("sampling", {})
+    temperature = sampling.get("temperature")
+    passes = max((run.repeat for run in results.runs), default=0)
+    parts = [
+        str(config.get("model")),
+        f"temperature {temperature}" if temperature else "greedy",
+        f"at most {sampling.get('max_new_tokens') or sampling.get('default_new_tokens')} tokens an answer",
+        "prompts included, loading and warm-up not",
+        f"95% intervals over {passes} passes of the same records" if passes > 1 else "one pass",
+    ]
+    return f"timed: {'; '.join(parts)}"
 
 
 def _print_figures(console: Console, results: Results) -> None:

@@ -184,7 +184,7 @@ class SamplingConfig(Section):
     """Added to token scores: `{token id: bias}`, from -100 to 100."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Write the log probability of each answer token and of this many of the most likely alternatives (0: only the
-    token's own)."""
+    token's own), by the model's own distribution, before temperature and penalties."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     """Answers per record."""
     stop: Annotated[
