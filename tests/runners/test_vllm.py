@@ -342,7 +342,7 @@ def test_a_stop_string_ends_the_answer(engine):
         ({"runner_args": {"max_modellen": 4}}, 'runner_args.max_modellen" is not an argument of vLLM; did you mean'),
         ({"runner_args": {"max_model_len": 99999}}, "vLLM rejects the configuration"),
         ({"speculation": {"method": "draft_model", "draft_model": "tiny_stranger"}}, "the tokenizer of "),
-        ({"speculation": {"method": "speculative_config", "speculative_config": {"method": "x"}}}, "vLLM refuses"),
+        ({"speculation": {"method": "speculative_config", "speculative_config": {"method": "x"}}}, "vLLM rejects"),
     ],
 )
 def test_what_cannot_run_is_known_before_any_weights_load(demo, change, message, request):
