@@ -22,7 +22,7 @@ from ragspec.host.compiler import Unbuilt
 from ragspec.speculation.drafters.base import Draft, Drafter, NoDrafter, RowDrafter
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
-from ragspec.speculation.plugin_files import is_from_file, load_plugins
+from ragspec.speculation.plugin_files import is_brought, is_from_file, load_plugins
 
 PLAIN = "none"
 FAKE, HF, VLLM = "fake", "huggingface", "vllm"
@@ -233,8 +233,18 @@ def register(name: str, make: Callable[[Any], Drafter]) -> None:
         make: Called with `DrafterSettings`, once per run; returns a `Drafter`. A class that takes the settings will do.
 
     Raises:
-        ConfigError: ragspec has a method of that name.
+        ConfigError: ragspec has a method of that name, or it is empty.
+        TypeError: `name` is no text, or `make` cannot be called.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a drafter must be a text, not {type(name).__name__}")
+    if not name.strip():
+        raise ConfigError("the name of a drafter is empty; give the word for speculation.method")
+    if not callable(make):
+        kind = type(make).__name__
+        raise TypeError(
+            f'drafter "{name}": {kind} cannot be called; give a class, or a function that returns a drafter'
+        )
     if name in METHODS:
         raise ConfigError(f'drafter "{name}": ragspec has a method of that name; choose another')
     registered[name] = make
@@ -253,6 +263,11 @@ def methods_of_files() -> list[str]:
     """Return the methods that files of `--plugin` bring. Runs them."""
     load_plugins(register, registered)
     return sorted(name for name, make in registered.items() if is_from_file(make))
+
+
+def is_local(name: str) -> bool:
+    """Return whether a method is a drafter that only this process knows, as its code registered it."""
+    return name not in METHODS and name in registered and not is_brought(name, registered[name])
 
 
 def notes_on(drafters: Iterable[Drafter]) -> list[str]:

@@ -214,6 +214,21 @@ def test_a_name_of_ours_is_refused():
             ragspec.register_drafter(word, lambda settings: PromptLookup())
 
 
+@pytest.mark.parametrize(
+    ("name", "make", "error", "why"),
+    [
+        ("", PromptLookup, ConfigError, "the name of a drafter is empty"),
+        (" ", PromptLookup, ConfigError, "the name of a drafter is empty"),
+        (None, PromptLookup, TypeError, "must be a text, not NoneType"),
+        ("mine", PromptLookup(), TypeError, 'drafter "mine": PromptLookup cannot be called; give a class'),
+    ],
+)
+def test_what_is_no_drafter_is_refused_at_once(name, make, error, why):
+    with pytest.raises(error, match=why):
+        ragspec.register_drafter(name, make)
+    assert not plugins.registered
+
+
 def test_a_plugin_that_no_method_names_is_said(tmp_path):
     from tests.warm import ragspec as command
 
