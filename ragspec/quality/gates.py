@@ -7,9 +7,10 @@ A number with a sign is a difference from the other run, one without is the scor
 wrong side of the number as a whole says worse; one that contains it cannot tell. Intervals of few records are too
 narrow (bootstrap), so fewer than ENOUGH cannot tell either.
 
-Records that are all equal bootstrap to an interval without width, as if others could not differ. It is widened by the
-rule of three: if none of n records differs, up to 3/n of all others may (95%), each by up to 100 points, so 300/n
-points to both sides. Limit: output_tokens have no such scale and stay as they are.
+Scores that are equal on all records bootstrap to an interval without width, as if others could not differ. It is
+widened by the rule of three: if none of n records differs, up to 3/n of all others may (95%), each by up to 100 points,
+so 300/n points to both sides. Limit: output_tokens have no such scale and stay as they are, and so do differences: two
+runs that score the same on every record have not become worse.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ class Gate:
         return PASSED if all(holds) else UNCLEAR if any(holds) else WORSE
 
     def widened(self, found: Estimate) -> Estimate:
-        """Return an estimate whose interval has a width, by the rule of three if all records were equal."""
+        """Return an estimate whose interval has a width, by the rule of three if all records score the same."""
         low, high = found.low, found.high
-        if found.exact or self.score in UNBOUNDED or low is None or high is None or not high - low <= NO_WIDTH:
+        fixed = found.exact or self.compares or self.score in UNBOUNDED
+        if fixed or low is None or high is None or not high - low <= NO_WIDTH:
             return found
         margin = 300 / found.count
-        return replace(found, low=max(low - margin, -100.0 if self.compares else 0.0), high=min(high + margin, 100.0))
+        return replace(found, low=max(low - margin, 0.0), high=min(high + margin, 100.0))
 
     def _holds(self, value: float) -> bool:
         if self.comparison.startswith(">"):

@@ -28,7 +28,7 @@ from tests.conftest import read_jsonl, write_jsonl
         ("f1 >= -0.5", -0.5, 0.3, "passed"),
         ("f1 >= -0.5", -2.0, -0.6, "worse"),
         ("f1 >= -0.5", -0.6, 3.0, "unclear"),
-        ("f1>=+0", 0.0, 0.1, "passed"),
+        ("f1>=+0", 0.0, 0.0, "passed"),
         ("f1 >= - 0", -0.1, 0.0, "unclear"),
         ("output_tokens <= +10", 2.0, 10.0, "passed"),
         ("output_tokens <= +10", 10.1, 12.0, "worse"),
@@ -57,9 +57,8 @@ def test_few_records_cannot_tell():
         ("refusals <= 0", 0.0, 24, "unclear"),
         ("refusals <= 12", 0.0, 24, "unclear"),
         ("refusals <= 12.5", 0.0, 24, "passed"),
-        ("exact_match >= -0", 0.0, 24, "unclear"),
-        ("exact_match >= -12.5", 0.0, 24, "passed"),
-        ("exact_match >= +13", 0.0, 24, "worse"),
+        ("exact_match >= -0", 0.0, 24, "passed"),
+        ("exact_match >= +1", 0.0, 24, "worse"),
         ("exact_match >= 13", 0.0, 24, "worse"),
         ("f1 >= 99", 100.0, 299, "unclear"),
         ("f1 >= 99", 100.0, 300, "passed"),
@@ -266,10 +265,10 @@ def test_a_gate_on_what_failed_does_not_pass_on_the_survivors(tmp_path):
 
 def test_what_failed_is_compared_and_records_that_are_missing_are_counted(tmp_path):
     new, old = failing(tmp_path / "new.jsonl", 2, of=20), failing(tmp_path / "old.jsonl", 4)
-    done = run(new, "--against", old, "--gate", "failed <= +0", "--gate", "f1 >= -20")
+    done = run(new, "--against", old, "--gate", "failed <= +0", "--gate", "f1 >= -1")
     assert done.exit_code == 0
     assert "gate failed <= +0: passed on 20 of 40 records: +0.0\n" in done.stderr
-    assert "gate f1 >= -20: passed on 16 of 40 records: +0.0 (-18.8 to +18.8)" in done.stderr
+    assert "gate f1 >= -1: passed on 16 of 40 records: +0.0" in done.stderr
     assert f"20 records of {old} are missing in {new}" in json.loads(done.stdout)["notes"]
     assert run(new, "--against", old, "--gate", "failed <= -1").exit_code == 1
     silent = failing(tmp_path / "silent.jsonl", 40)  # fails the gate, rather than having nothing to compare
