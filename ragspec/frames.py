@@ -44,6 +44,7 @@ def benchmark(
     repeat: int = 3,
     limit: int | None = None,
     output: str | PathLike[str] | None = None,
+    plugins: Sequence[str | PathLike[str]] = (),
 ) -> Any:
     """Return how fast methods are on an input, as `ragspec benchmark` times them: a row per candidate.
 
@@ -54,6 +55,8 @@ def benchmark(
         repeat: Timed passes per candidate.
         limit: Read only this many records.
         output: Folder for results, answers and report.html; by default a temporary one.
+        plugins: Python files with drafters of yours, as for `--plugin`. Each candidate runs in a process of its own,
+            which does not know what `register_drafter` has registered here.
 
     Raises:
         ConfigError: Something cannot be run, or pandas is not installed.
@@ -69,10 +72,20 @@ def benchmark(
     from ragspec.run.inspect import with_columns
     from ragspec.run.local import checked_config
     from ragspec.run.runner_choice import choose_for_input
+    from ragspec.speculation.methods import is_local, known_methods
+    from ragspec.speculation.plugin_files import use_plugins
 
     _pandas()
+    if plugins:
+        use_plugins([str(path) for path in plugins], known_methods)
     chosen = choose_for_input(with_columns(checked_config(config))[0]).config
     plan = make_plan(chosen, list(methods), list(batch_sizes), [], [], [], [], [])
+    for method in dict.fromkeys(candidate.config.speculation.method for candidate in plan):
+        if is_local(method):
+            raise ConfigError(
+                f'method "{method}": it is registered in this process only, and a benchmark runs in others; save the '
+                'drafter in a file and give plugins=["FILE.py"]'
+            )
     with TemporaryDirectory() as folder:
         place = Path(folder if output is None else output)
         console = Console(file=sys.stderr, highlight=False, emoji=False)

@@ -131,7 +131,8 @@ class Worker:
         message = loads(line)
         if "error" in message:
             refused = ConfigError if message["exit_code"] == ConfigError.exit_code else ModelError
-            raise refused(f"{self.candidate.name}: {message['error']}")
+            name = f"{self.candidate.name}: "  # errors of the config have it already
+            raise refused(f"{name}{message['error'].removeprefix(name)}")
         return parse(kind, message["value"])
 
     def _died(self) -> ModelError:

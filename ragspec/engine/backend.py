@@ -33,7 +33,7 @@ from ragspec.models.translation import Translation
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer
 from ragspec.speculation.drafters.calibration import judged
 from ragspec.speculation.method_selector import MethodSelector
-from ragspec.speculation.methods import AUTO, HF, PLAIN, DrafterSettings, drafters_on, notes_on
+from ragspec.speculation.methods import AUTO, HF, PLAIN, DrafterSettings, any_faulty, drafters_on, notes_on
 from ragspec.speculation.step_cost import StepCost
 from ragspec.structured.grammars import Grammars
 
@@ -321,7 +321,7 @@ class EngineBackend:
             self.notes.add(f"prefix_store: {loaded:,} prompt tokens were loaded in {seconds:.1f} s, not computed")
         if self._num_tokens is None and self._method not in (PLAIN, AUTO) and steps:
             off = 1 - drafted / steps
-            if off >= 0.5:
+            if off >= 0.5 and not any_faulty(self._drafters.values()):
                 self.notes.add(
                     f"speculation was off in {off:.0%} of steps: drafts were expected to cost more than they save"
                 )

@@ -222,6 +222,7 @@ def evaluate(
         if missing := sum(bool(one.references) for one in own.graded.values()) - len(scores.get(JUDGED, {})):
             found.notes.append(f"the judge gave no verdict on {missing} answers")
     if against is not None and other is not None:
+        found.notes += [f"{against}: {note}" for note in _invalid(other)]
         found.other, found.pairs = against, len(own.graded.keys() & other.graded.keys())
         if own.ids.isdisjoint(other.ids):
             raise ConfigError(f"--against {against}: none of its records are in {answers}")
@@ -283,9 +284,18 @@ def _notes(answers: Answers) -> list[str]:
         )
     if answers.failed:
         notes.append(f"{len(answers.failed)} records failed, and are not scored ({_some(answers.failed)})")
+    notes += _invalid(answers)
     if not has_rouge():
         notes.append('rougeL needs rouge-score: pip install "ragspec[quality]"')
     return notes
+
+
+def _invalid(answers: Answers) -> list[str]:
+    """Return the note on structured answers that were cut off or do not match their format, if there are any."""
+    if not answers.invalid:
+        return []
+    share = f"{len(answers.invalid)} of {answers.structured} structured answers"
+    return [f"{share} are cut off or invalid, and are scored as text ({_some(answers.invalid)})"]
 
 
 def _some(names: list[str]) -> str:

@@ -4,15 +4,20 @@
     'passed'
 
 A number with a sign is a difference from the other run, one without is the score itself. An interval that lies on the
-wrong side of the number as a whole says worse; one that contains it cannot tell. Limit: intervals of few records are
-too narrow (bootstrap), so fewer than ENOUGH cannot tell either.
+wrong side of the number as a whole says worse; one that contains it cannot tell. Intervals of few records are too
+narrow (bootstrap), so fewer than ENOUGH cannot tell either.
+
+Scores that are equal on all records bootstrap to an interval without width, as if others could not differ. It is
+widened by the rule of three: if none of n records differs, up to 3/n of all others may (95%), each by up to 100 points,
+so 300/n points to both sides. Limit: output_tokens have no such scale and stay as they are, and so do differences: two
+runs that score the same on every record have not become worse.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ragspec.errors import ConfigError, did_you_mean
@@ -20,6 +25,8 @@ from ragspec.quality.metrics import Estimate
 
 FORM = re.compile(r"\s*(\w+)\s*(>=|<=|>|<)\s*([+-]?)\s*(\d+(?:\.\d*)?|\.\d+)\s*%?\s*", re.ASCII)
 ENOUGH = 10  # records
+NO_WIDTH = 1e-9  # points: equal values, averaged with rounding
+UNBOUNDED = ("output_tokens",)  # not per cent
 Outcome = Literal["passed", "worse", "unclear"]
 PASSED: Outcome = "passed"
 WORSE: Outcome = "worse"
@@ -44,11 +51,21 @@ class Gate:
 
     def decide(self, found: Estimate) -> Outcome:
         """Return what an estimate says about the condition."""
-        low, high = found.low, found.high
+        wide = self.widened(found)
+        low, high = wide.low, wide.high
         if low is None or high is None or not low <= high or _is_few(found):  # NaN tells nothing either
             return UNCLEAR
         holds = [self._holds(end) for end in (low, high)]
         return PASSED if all(holds) else UNCLEAR if any(holds) else WORSE
+
+    def widened(self, found: Estimate) -> Estimate:
+        """Return an estimate whose interval has a width, by the rule of three if all records score the same."""
+        low, high = found.low, found.high
+        fixed = found.exact or self.compares or self.score in UNBOUNDED
+        if fixed or low is None or high is None or not high - low <= NO_WIDTH:
+            return found
+        margin = 300 / found.count
+        return replace(found, low=max(low - margin, 0.0), high=min(high + margin, 100.0))
 
     def _holds(self, value: float) -> bool:
         if self.comparison.startswith(">"):
@@ -142,7 +159,7 @@ def decide(
         found = (differences if gate.compares else scores).get(gate.score)
         if found is None:
             raise ConfigError(f'--gate "{gate.text}": no record has {gate.score}, so the gate cannot be evaluated')
-        verdicts.append(Verdict(gate, found, gate.decide(found), records))
+        verdicts.append(Verdict(gate, gate.widened(found), gate.decide(found), records))
     return verdicts
 
 

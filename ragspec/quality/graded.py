@@ -45,12 +45,15 @@ class Answers:
     """A run's answers by record id.
 
     failed: ids of error lines. without: ids without reference. unusable: ids with their unusable references.
+    structured: answers with a format. invalid: ids of those that do not match it; the text as it is counts as theirs.
     """
 
     graded: dict[str, Graded] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     without: list[str] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)
+    structured: int = 0
+    invalid: list[str] = field(default_factory=list)
 
     @property
     def ids(self) -> set[str]:
@@ -84,6 +87,10 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
         if text is None:
             answers.failed.append(name)
             continue
+        valid = line.get("valid")
+        answers.structured += valid is not None
+        if valid is False:
+            answers.invalid.append(name)
         source = _metadata(line) if given is None else given.get(name, {})
         found, problem = references_of(source)
         if problem:

@@ -1,9 +1,10 @@
 """Scores of an answer against its references, citation scores, and bootstrap intervals of their means.
 
 exact_match and f1 are SQuAD's (Rajpurkar et al. 2016, arXiv:1606.05250): without case, punctuation and English
-articles; f1 is over words. In scripts without spaces (Chinese, Japanese, Thai) every character is a word, as in MLQA's
-evaluation. rougeL is rouge-score's, whose words are Latin letters and digits only. Intervals are percentile bootstraps
-over records (Efron and Tibshirani 1993), paired as in Koehn 2004.
+articles; f1 is over words. SQuAD's script removes ASCII's punctuation only, these all of Unicode's too (curly quotes,
+dashes), so scores of texts that have it may differ from the script's. In scripts without spaces (Chinese, Japanese,
+Thai) every character is a word, as in MLQA's evaluation. rougeL is rouge-score's, whose words are Latin letters and
+digits only. Intervals are percentile bootstraps over records (Efron and Tibshirani 1993), paired as in Koehn 2004.
 """
 
 from __future__ import annotations

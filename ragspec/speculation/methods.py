@@ -22,7 +22,7 @@ from ragspec.host.compiler import Unbuilt
 from ragspec.speculation.drafters.base import Draft, Drafter, NoDrafter, RowDrafter
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.drafters.prompt_lookup import PromptLookup
-from ragspec.speculation.plugin_files import is_from_file, load_plugins
+from ragspec.speculation.plugin_files import is_brought, is_from_file, load_plugins
 
 PLAIN = "none"
 FAKE, HF, VLLM = "fake", "huggingface", "vllm"
@@ -225,15 +225,26 @@ def register(name: str, make: Callable[[Any], Drafter]) -> None:
         [project.entry-points."ragspec.drafters"]
         my-drafter = "my_package:MyDrafter"
 
-    Errors of such a drafter cost drafts, not answers, and appear in the run's notes; its guesses are checked.
+    Errors of such a drafter cost drafts, not answers, and appear in the run's notes. Its guesses are checked: a
+    draft is cut before an invalid token id, and a note names the first.
 
     Args:
         name: The word for `speculation.method`.
         make: Called with `DrafterSettings`, once per run; returns a `Drafter`. A class that takes the settings will do.
 
     Raises:
-        ConfigError: ragspec already has a method of that name.
+        ConfigError: ragspec already has a method of that name, or the name is empty.
+        TypeError: `name` is not a text, or `make` cannot be called.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a drafter must be a text, not {type(name).__name__}")
+    if not name.strip():
+        raise ConfigError("the name of a drafter is empty; give the word for speculation.method")
+    if not callable(make):
+        kind = type(make).__name__
+        raise TypeError(
+            f'drafter "{name}": {kind} cannot be called; give a class, or a function that returns a drafter'
+        )
     if name in METHODS:
         raise ConfigError(f'drafter "{name}": ragspec already has a method of that name; choose another')
     registered[name] = make
@@ -254,10 +265,20 @@ def methods_of_files() -> list[str]:
     return sorted(name for name, make in registered.items() if is_from_file(make))
 
 
+def is_local(name: str) -> bool:
+    """Return whether a method is a drafter that only this process knows, as its code registered it."""
+    return name not in METHODS and name in registered and not is_brought(name, registered[name])
+
+
 def notes_on(drafters: Iterable[Drafter]) -> list[str]:
     """Return what a user should know: drafters that have failed, or are slower than they could be."""
     ours = (ContextDrafter, PromptLookup, GuardedDrafter)
     return list(dict.fromkeys(drafter.note for drafter in drafters if isinstance(drafter, ours) and drafter.note))
+
+
+def any_faulty(drafters: Iterable[Drafter]) -> bool:
+    """Return whether an external drafter failed, or proposed what is no draft."""
+    return any(isinstance(drafter, GuardedDrafter) and drafter.note for drafter in drafters)
 
 
 class _Installed:
@@ -283,23 +304,27 @@ class _Guarding:
 
 
 class GuardedDrafter:
-    """An external drafter whose errors disable it. note: the first error in words."""
+    """An external drafter whose errors disable it. note: in words, the first error, else the first invalid draft."""
 
     def __init__(self, name: str, make: Callable[[Any], Drafter], settings: DrafterSettings) -> None:
         self._name = name
         self._vocabulary = settings.vocabulary
         self.note = ""
         self.hits, self.trials = PRIOR_HITS, PRIOR_TRIALS
-        self._inner: Drafter | None = self.tried("start", lambda: make(settings))
+        self._failed = False
+        self._inner: Drafter | None = self.tried("start", lambda: _given(make(settings), "drafter"))
 
     def open(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]] = ()) -> RowDrafter:
         """Return the drafter of one record."""
         inner = self._inner
-        return _GuardedRow(self, None if inner is None else self.tried("open", lambda: inner.open(prompt, passages)))
+        if inner is None:
+            return _GuardedRow(self, None)
+        opened = self.tried("open", lambda: _given(inner.open(prompt, passages), "drafter of the record"))
+        return _GuardedRow(self, opened)
 
     def tried(self, what: str, call: Callable[[], Any]) -> Any:
         """Return the result of `call`; None if it raises or anything failed before."""
-        if self.note:
+        if self._failed:
             return None
         try:
             return call()
@@ -309,15 +334,18 @@ class GuardedDrafter:
                 f"the drafter {self._name} failed in {what} ({type(error).__name__}: {flat(error, 120)}); "
                 "it drafted no more after that"
             )
-            self._inner = None
+            self._failed, self._inner = True, None
             return None
 
     def checked(self, draft: Draft, limit: int) -> Draft:
         """Return the valid part of `draft`, with a probability for every guess."""
         width = self._vocabulary
-        ids = takewhile(lambda i: type(i) is int and i >= 0 and (width is None or i < width), draft.token_ids[:limit])
+        wanted = draft.token_ids[:limit]
+        ids = takewhile(lambda i: type(i) is int and i >= 0 and (width is None or i < width), wanted)
         token_ids = list(ids)
         count = len(token_ids)
+        if count < len(wanted) and not self.note:
+            self.note = self._complaint(wanted[count])
         acceptance = list(accumulate(draft.cumulative_acceptance[:count], min))
         if len(acceptance) < count:
             rate = self.hits / self.trials
@@ -327,6 +355,25 @@ class GuardedDrafter:
             given = list(draft.sources)[:count]
             sources = [int(place) if isinstance(place, Integral) and place >= 0 else None for place in given]
         return Draft(token_ids, acceptance, sources)
+
+    def _complaint(self, token: Any) -> str:
+        """Return the note on a draft with an invalid token id."""
+        if type(token) is not int:
+            why = f"{' '.join(repr(token).split()):.60} is not an int"
+        elif self._vocabulary is None:
+            why = f"token id {token} is negative"
+        else:
+            why = f"token id {token} is outside the model's vocabulary of {self._vocabulary}"
+        return (
+            f"the drafter {self._name} proposed an invalid draft ({why}); such drafts are cut before the invalid token"
+        )
+
+
+def _given(made: Any, what: str) -> Any:
+    """Return what an external drafter has returned. Raises TypeError for None."""
+    if made is None:
+        raise TypeError(f"it returned None, not a {what}")
+    return made
 
 
 class _GuardedRow:

@@ -21,6 +21,7 @@ from ragspec.errors import ConfigError, flat
 VARIABLE = "RAGSPEC_PLUGINS"
 PREFIX = "ragspec_plugin_"  # of the modules' names
 BETWEEN = "\n"  # the paths in the variable; a path may hold any other separator
+_brought: dict[str, Any] = {}  # what files have registered in this process, by name
 
 
 def add_plugins(paths: Sequence[str]) -> None:
@@ -29,6 +30,17 @@ def add_plugins(paths: Sequence[str]) -> None:
     for path in named:
         _check(path)
     os.environ[VARIABLE] = BETWEEN.join(dict.fromkeys([*_paths(), *map(str, named)]))
+
+
+def use_plugins(paths: Sequence[str], load: Callable[[], Any]) -> None:
+    """Use the drafters in these files from now on, unless `load`, which runs them, raises. Raises ConfigError."""
+    before = os.environ.get(VARIABLE, "")
+    add_plugins(paths)
+    try:
+        load()
+    except BaseException:
+        os.environ[VARIABLE] = before
+        raise
 
 
 def load_plugins(register: Callable[[str, Any], None], registered: MutableMapping[str, Any]) -> None:
@@ -57,6 +69,11 @@ def module_name(path: str) -> str:
 def is_from_file(make: Any) -> bool:
     """Return whether a drafter is defined in a file of `--plugin`."""
     return str(getattr(make, "__module__", "")).startswith(PREFIX)
+
+
+def is_brought(name: str, make: Any) -> bool:
+    """Return whether a file has registered this drafter, so that other processes know it."""
+    return name in _brought and _brought[name] is make
 
 
 def _paths() -> list[str]:
@@ -92,6 +109,7 @@ def _load(path: Path, name: str, register: Callable[[str, Any], None], registere
     for taken in before:
         if registered[taken] is not before[taken]:
             raise ConfigError(f'--plugin: {path}: another drafter is already named "{taken}"; rename one of them')
+    _brought.update({made: registered[made] for made in registered.keys() - before.keys()})
 
 
 def _drafter_in(path: Path, names: Mapping[str, Any], module: str) -> Any:

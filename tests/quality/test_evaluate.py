@@ -101,6 +101,35 @@ def test_what_cannot_be_scored_is_counted_and_named(tmp_path):
     assert "1 records failed, and are not scored (q9)" in notes
 
 
+def test_structured_answers_that_are_not_valid_are_counted(tmp_path):
+    whole = {"output": '{"answer": "salt"}', "valid": True, "parsed": {"answer": "salt"}}
+    cut = {"output": '{"answer": "sa', "valid": False, "parsed": None}
+    found = [{"id": f"q{i}", **(cut if i < 2 else whole), "metadata": {"reference": "salt"}} for i in range(5)]
+    out = write_jsonl(tmp_path / "out.jsonl", found)
+    other = write_jsonl(tmp_path / "other.jsonl", [*found[1:], {"id": "q0", "output": "salt", "metadata": {}}])
+    both = evaluate(out, against=other).notes
+    assert "2 of 5 structured answers are cut off or invalid, and are scored as text (q0, q1)" in both
+    assert f"{other}: 1 of 4 structured answers are cut off or invalid, and are scored as text (q1)" in both
+    fine = write_jsonl(tmp_path / "fine.jsonl", found[2:])
+    assert not [note for note in evaluate(fine).notes if "structured" in note]
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_invalid_answers_are_counted_in_tables_too(tmp_path, ending):
+    shape = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    records = write_jsonl(tmp_path / "in.jsonl", [{"id": "q0", "query": "?", "reference": "salt"}])
+    given = {
+        "model": "demo",
+        "input": records,
+        "output": str(tmp_path / f"out.{ending}"),
+        "structured": {"json_schema": shape},
+        "sampling": {"max_new_tokens": 2},
+    }
+    generate(build_config(given, "config"))
+    (note,) = [note for note in evaluate(str(tmp_path / f"out.{ending}")).notes if "structured" in note]
+    assert note == "1 of 1 structured answers are cut off or invalid, and are scored as text (q0)"
+
+
 def test_lines_of_openais_form_are_answers_too(tmp_path):
     body = {"choices": [{"message": {"content": "salt"}}]}
     answers = write_jsonl(tmp_path / "out.jsonl", [{"custom_id": "q0", "response": {"body": body}, "error": None}])
@@ -212,7 +241,8 @@ def test_answers_score_the_same_in_every_form_of_output(tmp_path, name):
     for output in (line, other):
         generate(build_config(given | {"output": output}))
     plain, found = evaluate(line), evaluate(other, against=line)
-    assert (found.records, found.failed, found.notes) == (3, 1, plain.notes)
+    assert (found.records, found.failed) == (3, 1)
+    assert found.notes == [*plain.notes, f"{line}: {plain.notes[-1]}"]  # of structured answers
     assert found.scores == plain.scores
     assert found.scores["f1"].mean > 0
     assert found.pairs == 3

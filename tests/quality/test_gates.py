@@ -12,7 +12,7 @@ from ragspec.cli import app
 from ragspec.errors import ConfigError
 from ragspec.quality.evaluate import evaluate
 from ragspec.quality.gates import check_computed, decide, exit_code, parse_gate
-from ragspec.quality.metrics import Estimate
+from ragspec.quality.metrics import Estimate, estimate
 from ragspec.quality.trackers import TRACKERS, figures_of
 from tests.conftest import read_jsonl, write_jsonl
 
@@ -34,7 +34,7 @@ from tests.conftest import read_jsonl, write_jsonl
         ("output_tokens <= +10", 10.1, 12.0, "worse"),
         ("output_tokens < 120.5", 100.0, 120.5, "unclear"),
         ("refusals <= 5%", 1.0, 5.0, "passed"),
-        ("refusals <= 0", 0.0, 0.0, "passed"),
+        ("output_tokens <= +10", 0.0, 0.0, "passed"),
     ],
 )
 def test_an_interval_decides_a_gate(gate, low, high, outcome):
@@ -45,9 +45,38 @@ def test_few_records_cannot_tell():
     """A bootstrap over equal values has no width, however few they are."""
     gate = parse_gate("f1 >= 90")
     assert gate.decide(Estimate(100.0, 100.0, 100.0, 9)) == "unclear"
-    assert gate.decide(Estimate(100.0, 100.0, 100.0, 10)) == "passed"
+    assert gate.decide(Estimate(95.0, 94.0, 96.0, 9)) == "unclear"
+    assert gate.decide(Estimate(95.0, 94.0, 96.0, 10)) == "passed"
     assert gate.decide(Estimate(100.0, None, None, 1)) == "unclear"
     assert gate.decide(Estimate(math.nan, math.nan, math.nan, 50)) == "unclear"
+
+
+@pytest.mark.parametrize(
+    ("gate", "value", "count", "outcome"),
+    [
+        ("refusals <= 0", 0.0, 24, "unclear"),
+        ("refusals <= 12", 0.0, 24, "unclear"),
+        ("refusals <= 12.5", 0.0, 24, "passed"),
+        ("exact_match >= -0", 0.0, 24, "passed"),
+        ("exact_match >= +1", 0.0, 24, "worse"),
+        ("exact_match >= 13", 0.0, 24, "worse"),
+        ("f1 >= 99", 100.0, 299, "unclear"),
+        ("f1 >= 99", 100.0, 300, "passed"),
+        ("f1 <= 100", 100.0, 24, "passed"),
+        ("f1 >= -100", -100.0, 24, "passed"),
+    ],
+)
+def test_equal_records_leave_room_for_others_that_differ(gate, value, count, outcome):
+    """Rule of three: 0 of 24 may be 3 of 24 elsewhere."""
+    assert parse_gate(gate).decide(Estimate(value, value, value, count)) == outcome
+    exact = Estimate(value, value, value, count, exact=True)
+    assert parse_gate(gate).decide(exact) in ("passed", "worse")
+
+
+def test_equal_fractions_count_as_equal_and_the_verdict_shows_the_wider_interval():
+    found = estimate([100 / 3] * 25)
+    (verdict,) = decide([parse_gate("f1 >= 33")], {"f1": found}, {})
+    assert verdict.formatted() == "gate f1 >= 33: cannot tell: 33.3 (21.3 to 45.3)"
 
 
 def test_a_gate_that_fails_counts_more_than_one_that_cannot_tell():
@@ -225,7 +254,7 @@ def test_a_gate_on_what_failed_does_not_pass_on_the_survivors(tmp_path):
     out = failing(tmp_path / "out.jsonl", 28)
     done = run(out, "--gate", "f1 >= 15", "--gate", "failed <= 2")
     assert done.exit_code == 1
-    assert "gate f1 >= 15: passed on 12 of 40 records: 100.0 (100.0 to 100.0)\n" in done.stderr
+    assert "gate f1 >= 15: passed on 12 of 40 records: 100.0 (75.0 to 100.0)\n" in done.stderr
     assert "gate failed <= 2: failed: 70.0\n" in done.stderr
     found = json.loads(done.stdout)
     assert [(each["count"], each["of"]) for each in found["gates"]] == [(12, 40), (40, 40)]

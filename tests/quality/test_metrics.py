@@ -16,6 +16,7 @@ from ragspec.quality.metrics import cited, estimate, exact_match, f1, precision,
         ("从《煤钢共同体条约》", ["从 《煤钢共同体条约》"], 1.0, 1.0),
         ("煤钢条约", ["煤钢共同体条约"], 0.0, 2 * 4 / (4 + 7)),
         ("nothing alike", ["x", "y"], 0.0, 0.0),
+        ("\u201cKhan\u201d \u2013 a ruler", ["khan ruler"], 1.0, 1.0),  # SQuAD's script leaves curly quotes and dashes
         ("$5 million", ["5 million"], 1.0, 1.0),  # SQuAD takes symbols of ASCII for punctuation
     ],
 )

@@ -157,6 +157,49 @@ def test_files_of_one_name_are_loaded_once_each_wherever_they_are(plugin):
     assert methods.registered == loaded
 
 
+@pytest.mark.slow
+def test_a_benchmark_takes_drafters_from_files_and_refuses_those_of_this_process(tmp_path, plugin):
+    pytest.importorskip("pandas")
+    from ragspec import frames
+
+    given = {"model": "demo", "input": write_jsonl(tmp_path / "in.jsonl", [{"query": "a"}])}
+    given |= {"sampling": {"max_new_tokens": 4}}
+    ragspec.register_drafter("here", lambda settings: pytest.fail("it runs"))
+    with pytest.raises(ConfigError, match=r'"here": it is registered in this process only.* plugins=\["FILE.py"\]'):
+        frames.benchmark(given, methods=["none", "here"])
+    (tmp_path / "there.py").write_text(DRAFTER)
+    found = frames.benchmark(given, methods=["none", "there"], repeat=1, plugins=[tmp_path / "there.py"])
+    assert set(found.index) == {"none", "there"}
+
+
+@pytest.mark.slow
+def test_an_error_of_a_candidate_has_its_name_once(tmp_path, plugin):
+    from ragspec.benchmark.plan import Candidate
+    from ragspec.benchmark.process import Worker
+
+    ragspec.register_drafter("here", dict)
+    lines = write_jsonl(tmp_path / "in.jsonl", [{"query": "a"}])
+    config = ragspec.load_config({"model": "demo", "input": lines, "speculation": {"method": "here"}})
+    with pytest.raises(ConfigError, match=r'^here: speculation\.method: "here" is not known'):
+        Worker(Candidate("here", config), tmp_path, 1)
+
+
+def test_a_file_that_does_not_load_is_not_kept(tmp_path, plugin):
+    (tmp_path / "bad.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=r"bad.py: ZeroDivisionError"):
+        plugin_files.use_plugins([str(tmp_path / "bad.py")], methods.known_methods)
+    assert methods.known_methods()
+
+
+def test_a_drafter_of_a_file_is_known_elsewhere_and_one_of_this_process_is_not(plugin):
+    plugin("from collections import Counter\nimport ragspec\nragspec.register_drafter('borrowed', Counter)\n")
+    ragspec.register_drafter("here", dict)
+    methods.known_methods()
+    assert [methods.is_local(name) for name in ("borrowed", "here", "context", "nothing")] == [0, 1, 0, 0]
+    ragspec.register_drafter("borrowed", dict)
+    assert methods.is_local("borrowed")
+
+
 def test_two_drafters_of_one_name_are_one_line(plugin):
     plugin(DRAFTER, "a/mine.py")
     plugin(DRAFTER, "b/mine.py")

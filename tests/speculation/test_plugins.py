@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import ragspec
 from ragspec.errors import ConfigError
@@ -153,16 +154,50 @@ def test_a_drafter_that_raises_costs_drafts_and_is_named_in_the_notes(tiny, plai
     assert f"failed in {step} (OSError: disk of the plug-in)" in note
 
 
+def test_no_failure_is_blamed_on_what_drafts_cost(tiny):
+    """Drafts are judged by cost if their length is not fixed."""
+    quiet = {"propose": ragspec.Draft}
+    faults = {"propose": fail}, {"propose": lambda: ragspec.Draft([10**7, -3])}
+    for on, blamed in ((quiet, True), *((fault, False) for fault in faults)):
+        ragspec.register_drafter("blamed", lambda settings, on=on: Scripted(settings, on))
+        _, summary = answers(tiny, "blamed", speculation={"method": "blamed"})
+        assert any("expected to cost more than they save" in note for note in summary.notes) == blamed
+        assert any("the drafter blamed" in note for note in summary.notes) != blamed
+
+
 @pytest.mark.parametrize(
-    "guesses",
-    [[-1, 5], [10**9], [5, 399, 400], ["5"], [None], [True, 5], [5] * 50],
-    ids=["negative", "huge", "one too many", "a text", "nothing", "a boolean", "more than asked for"],
+    ("guesses", "why"),
+    [
+        ([-1, 5], "token id -1 is outside the model's vocabulary of 400"),
+        ([10**9], "token id 1000000000 is outside"),
+        ([5, 399, 400], "token id 400 is outside"),
+        (["5"], "'5' is not an int"),
+        ([None], "None is not an int"),
+        ([True, 5], "True is not an int"),
+        (torch.tensor([1.0, 2.0]), "tensor(1.) is not an int"),
+        ([5] * 50, ""),
+    ],
+    ids=["negative", "huge", "one too many", "a text", "nothing", "a boolean", "a tensor", "more than asked for"],
 )
-def test_whatever_a_drafter_guesses_answers_stay_the_same(tiny, plain, guesses):
+def test_whatever_a_drafter_guesses_answers_stay_the_same(tiny, plain, guesses, why):
     ragspec.register_drafter("wild", lambda settings: Scripted(settings, {"propose": lambda: ragspec.Draft(guesses)}))
     texts, summary = answers(tiny, "wild")
     assert texts == plain
-    assert not [note for note in summary.notes if "wild" in note]
+    notes = [note for note in summary.notes if "wild" in note]
+    assert len(notes) == bool(why)
+    assert all(f"the drafter wild proposed an invalid draft ({why}" in note for note in notes)
+
+
+@pytest.mark.parametrize(("step", "what"), [("start", "drafter"), ("open", "drafter of the record")])
+def test_a_drafter_that_returns_nothing_is_named_in_the_notes(tiny, plain, step, what):
+    class Empty:
+        def open(self, prompt, passages=()):
+            return None
+
+    ragspec.register_drafter("empty", lambda settings: Empty() if step == "open" else None)
+    texts, summary = answers(tiny, "empty")
+    assert texts == plain
+    assert any(f"empty failed in {step} (TypeError: it returned None, not a {what})" in note for note in summary.notes)
 
 
 @pytest.mark.parametrize("draft", [None, 7, [5, 6]])
@@ -177,6 +212,21 @@ def test_a_name_of_ours_is_refused():
     for word in METHODS:
         with pytest.raises(ConfigError, match="choose another"):
             ragspec.register_drafter(word, lambda settings: PromptLookup())
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "error", "why"),
+    [
+        ("", PromptLookup, ConfigError, "the name of a drafter is empty"),
+        (" ", PromptLookup, ConfigError, "the name of a drafter is empty"),
+        (None, PromptLookup, TypeError, "must be a text, not NoneType"),
+        ("mine", PromptLookup(), TypeError, 'drafter "mine": PromptLookup cannot be called; give a class'),
+    ],
+)
+def test_what_is_no_drafter_is_refused_at_once(name, make, error, why):
+    with pytest.raises(error, match=why):
+        ragspec.register_drafter(name, make)
+    assert not plugins.registered
 
 
 def test_a_plugin_that_no_method_names_is_said(tmp_path):
