@@ -76,7 +76,7 @@ def test_equal_records_leave_room_for_others_that_differ(gate, value, count, out
 def test_equal_fractions_count_as_equal_and_the_verdict_shows_the_wider_interval():
     found = estimate([100 / 3] * 25)
     (verdict,) = decide([parse_gate("f1 >= 33")], {"f1": found}, {})
-    assert verdict.formatted() == "gate f1 >= 33: cannot tell: 33.3 (21.3 to 45.3)"
+    assert verdict.formatted() == "gate f1 >= 33: undecided: 33.3 (21.3 to 45.3)"
 
 
 def test_a_gate_that_fails_counts_more_than_one_that_cannot_tell():
