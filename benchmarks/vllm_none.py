@@ -14,6 +14,8 @@ import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -128,39 +130,46 @@ def main() -> None:
     parser.add_argument("--own-process", action="store_true")
     parser.add_argument("--theirs", default="1", help="0: the LLM class with its engine in this process")
     args = parser.parse_args()
+    if len(args.at_once) > 1:  # a process each, as an engine leaves groups of vLLM's behind
+        for at_once in args.at_once:
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--at-once", str(at_once)], check=True)
+        return
     prepare()
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny(Path(folder)) if args.model == "tiny" else resolve(args.model).path
-        for at_once in args.at_once:
-            draw = random.Random(at_once)
-            count = at_once * args.rounds
-            prompts = [[draw.randrange(1000, 40000) for _ in range(args.prompt)] for _ in range(count)]
-            begun = time.perf_counter()
-            runner, our_answer = ours(args, model, at_once)
-            ours_s = time.perf_counter() - begun
-            llm, their_answer = theirs(args, runner, at_once)
-            theirs_s = time.perf_counter() - begun - ours_s
-            our_answer(prompts), their_answer(prompts)
-            speeds: dict[str, list[tuple[float, float]]] = {"ours": [], "theirs": []}
-            for pair in range(args.pairs):
-                both = [("ours", our_answer), ("theirs", their_answer)]
-                for name, answer in both if pair % 2 else both[::-1]:
-                    speeds[name].append(timed(answer, prompts))
-            both_speeds = list(zip(speeds["ours"], speeds["theirs"], strict=True))
-            ratios = [mine[0] / other[0] for mine, other in both_speeds]
-            found = {
-                "model": args.model,
-                "at_once": at_once,
-                "ours": round(statistics.median(speed for speed, _ in speeds["ours"]), 1),
-                "theirs": round(statistics.median(speed for speed, _ in speeds["theirs"]), 1),
-                "ratio": round(statistics.median(ratios), 3),
-                "ratio_of_cpu": round(statistics.median(mine[1] / other[1] for mine, other in both_speeds), 3),
-                "ratios": [round(each, 3) for each in ratios],
-                "load_s": [round(ours_s, 1), round(theirs_s, 1)],
-            }
-            print(json.dumps(found), flush=True)
-            runner.__exit__(None, None, None)
-            del llm, their_answer
+        print(json.dumps(compare(args, model, *args.at_once)), flush=True)
+
+
+def compare(args: argparse.Namespace, model: str, at_once: int) -> dict[str, Any]:
+    """Return the speeds of both with so many records at once."""
+    draw = random.Random(at_once)
+    count = at_once * args.rounds
+    prompts = [[draw.randrange(1000, 40000) for _ in range(args.prompt)] for _ in range(count)]
+    begun = time.perf_counter()
+    runner, our_answer = ours(args, model, at_once)
+    ours_s = time.perf_counter() - begun
+    llm, their_answer = theirs(args, runner, at_once)
+    theirs_s = time.perf_counter() - begun - ours_s
+    our_answer(prompts), their_answer(prompts)
+    speeds: dict[str, list[tuple[float, float]]] = {"ours": [], "theirs": []}
+    for pair in range(args.pairs):
+        both = [("ours", our_answer), ("theirs", their_answer)]
+        for name, answer in both if pair % 2 else both[::-1]:
+            speeds[name].append(timed(answer, prompts))
+    both_speeds = list(zip(speeds["ours"], speeds["theirs"], strict=True))
+    ratios = [mine[0] / other[0] for mine, other in both_speeds]
+    runner.__exit__(None, None, None)
+    del llm
+    return {
+        "model": args.model,
+        "at_once": at_once,
+        "ours": round(statistics.median(speed for speed, _ in speeds["ours"]), 1),
+        "theirs": round(statistics.median(speed for speed, _ in speeds["theirs"]), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_of_cpu": round(statistics.median(mine[1] / other[1] for mine, other in both_speeds), 3),
+        "ratios": [round(each, 3) for each in ratios],
+        "load_s": [round(ours_s, 1), round(theirs_s, 1)],
+    }
 
 
 if __name__ == "__main__":
