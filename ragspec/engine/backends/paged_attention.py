@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from ragspec.engine.backends.cascade import CascadeTensors
 from ragspec.engine.kv.cache import LayerCache
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import Scores, weigh
@@ -40,6 +41,7 @@ class StepTensors:
         tables: (R, W) the row's blocks; the padding block where it has fewer.
         gather: (R, n), of packed tokens: the index of each row's tokens; any for padding. None if they are not packed.
         scatter: (T,), the index of each packed token among those of the rows; one of padding for padding.
+        cascade: What rows share; None: each reads all of its blocks.
     """
 
     token_ids: torch.Tensor
@@ -48,6 +50,7 @@ class StepTensors:
     tables: torch.Tensor
     gather: torch.Tensor | None = None
     scatter: torch.Tensor | None = None
+    cascade: CascadeTensors | None = None
 
 
 class PagedAttention:
@@ -60,6 +63,7 @@ class PagedAttention:
         self.cache = cache
         self.size = size
         self.tables = step.tables
+        self.cascade = step.cascade
         self.ends = (step.starts + step.counts).clamp(min=1)  # (R,) padding rows see a slot of the padding block
         self.first = step.starts // size  # (R,) the first block that not all queries see
         # padding repeats the position of its row's last token
@@ -167,7 +171,7 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
     if not takes_block_lists():
         raise Unsupported(f"needs FlexAttention with block lists, which torch {torch.__version__} does not support")
     call: Any = _flex_attention
-    refused: set[tuple[int, ...]] = set()  # shapes of queries
+    refused: set[tuple[int, ...]] = set()  # shapes of queries, and whether rows share prefixes
     if compiled:
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(SHAPES, getattr(torch._dynamo.config, limit)))
@@ -177,30 +181,40 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
         step: PagedAttention, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
     ) -> torch.Tensor:
         rows, heads, tokens, _ = queries.shape
-        if queries.shape in refused:
+        shared = step.cascade if rule is None else None
+        kind = (*queries.shape, shared is not None)
+        if kind in refused:
             return gathered(step, layer, queries, scores, rule)
         whole, sinks = queries, scores.sinks
         if tokens < TILE:  # a group's heads as further queries of one: each block is read once for all of them
             queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
         lists = step.mask((flex, rule), lambda: block_lists(step, rule, exact))
+        with_lse = shared is not None or sinks is not None
         blocks = [store.view(1, store.shape[0], -1, step.size, store.shape[2]) for store in (layer.keys, layer.values)]
-        if compiled:  # once for pools and tables of any size
-            for tensor, dimension in ((blocks[0], 2), (blocks[1], 2), *lists.growing):
-                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-        try:
+
+        def read(queries: torch.Tensor, lists: BlockLists, many: bool) -> Any:
+            if compiled:  # once for pools and tables of any size
+                for tensor, dimension in ((blocks[0], 2), (blocks[1], 2), *lists.growing):
+                    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
             with nullcontext() if compiled else _uncompiled():
                 see = rule and rule.function
-                out = call(queries, *blocks, lists, see, scores.cap, scores.scaling, sinks is not None, exact)
+                return call(queries, *blocks, lists, see, scores.cap, scores.scaling, with_lse, exact, many)
+
+        try:
+            out = read(queries, lists, many=tokens == TILE)
+            if shared is not None:
+                of_chunks = step.mask(CascadeTensors, lambda: chunk_lists(step, shared))
+                out = shared.merged(out, read(shared.together(queries), of_chunks, many=True))
         except TorchDynamoException as error:  # what inductor and Triton raise is one of these
             if notes is not None and not refused:
                 less = " and not exact" if exact else ""
                 notes.append(
                     f"attention: FlexAttention does not compile for some steps, which are slower{less}: {flat(error)}"
                 )
-            refused.add(tuple(whole.shape))
+            refused.add(kind)
             return gathered(step, layer, whole, scores, rule)
         if sinks is None:
-            attended: torch.Tensor = out.reshape(rows, heads, tokens, -1)
+            attended: torch.Tensor = (out[0] if with_lse else out).reshape(rows, heads, tokens, -1)
             return attended
         # a sink takes weight and has no value: the others' share is exp(lse) / (exp(lse) + exp(sink))
         others, lse = (each.reshape(rows, heads, tokens, -1) for each in out)
@@ -251,27 +265,54 @@ def block_lists(step: PagedAttention, rule: MaskRule | None, exact: bool = False
     length, which it does not do for full blocks. Both lists have one width, since that kernel reads both with the
     strides of the first. (torch 2.13, _inductor/kernel/flex/templates/flex_decode.py.jinja)
     """
-    rows, size = len(step.positions), step.size
-    width, total, device = step.tables.shape[1], step.cache.blocks, step.positions.device
-    tables = step.tables.to(torch.int32)
+    counts, full, covered = (step.ends + step.size - 1) // step.size, None, None
+    if rule is None and step.positions.shape[1] == TILE and not exact:
+        full = step.first
+    elif rule is None and step.cascade is not None:
+        covered = step.cascade.covered
+    return _lists(step, step.tables, counts, step.positions, step.ends, full, covered)
+
+
+def chunk_lists(step: PagedAttention, shared: CascadeTensors) -> BlockLists:
+    """Return the lists of a step's chunks, all of whose queries see all tokens of their blocks."""
+    tokens = shared.blocks * step.size
+    return _lists(step, shared.tables, shared.blocks, tokens[:, None], tokens)
+
+
+def _lists(
+    step: PagedAttention,
+    tables: torch.Tensor,
+    counts: torch.Tensor,
+    positions: torch.Tensor,
+    ends: torch.Tensor,
+    full: torch.Tensor | None = None,
+    covered: torch.Tensor | None = None,
+) -> BlockLists:
+    """Return lists of `counts` blocks, (R,), of tables, (R, W).
+
+    full: (R,) number of first blocks that are seen in full; None: there is no list of them. covered: (R,) number of
+    first blocks that the rows do not read themselves; None: they read all.
+    """
+    (rows, width), total, device = tables.shape, step.cache.blocks, tables.device
     indices = torch.arange(width, device=device, dtype=torch.int32).expand(rows, width)
     logical = torch.full((rows, total), FAR, device=device, dtype=torch.int32)
-    logical = logical.scatter_reduce(1, step.tables, indices, "amin")
-    counts, blocks, full = ((step.ends + size - 1) // size).to(torch.int32), tables, None
-    if rule is None and step.positions.shape[1] == TILE and not exact:
-        full = step.first.to(torch.int32)
-        counts = counts - full
-        blocks = tables.gather(1, (step.first[:, None] + indices).clamp(max=width - 1))
+    own = indices if covered is None else indices.masked_fill(indices < covered[:, None], FAR)
+    logical = logical.scatter_reduce(1, tables, own, "amin")
+    blocks = tables = tables.to(torch.int32)
+    skipped = full if covered is None else covered
+    if skipped is not None:
+        counts = counts - skipped
+        blocks = tables.gather(1, (skipped[:, None] + indices).clamp(max=width - 1))
     if device.type == "cpu":  # where inductor wants lists as long as the pool
         blocks, tables = (pad(each, (0, max(0, total - width))) for each in (blocks, tables))
     return BlockLists(
-        counts[:, None, None].contiguous(),
+        counts.to(torch.int32)[:, None, None].contiguous(),
         blocks[:, None, None].contiguous(),
-        None if full is None else full[:, None, None].contiguous(),
+        None if full is None else full.to(torch.int32)[:, None, None].contiguous(),
         None if full is None else tables[:, None, None].contiguous(),
         logical,
-        step.positions,
-        step.ends,
+        positions,
+        ends,
     )
 
 
@@ -285,8 +326,12 @@ def _flex_attention(
     scale: float | None,
     with_lse: bool,
     exact: bool,
+    many: bool,
 ) -> Any:
-    """Call FlexAttention for queries, (R, heads, n, head_dim), over blocks, (1, kv_heads, blocks, size, head_dim)."""
+    """Call FlexAttention for queries, (R, heads, n, head_dim), over blocks, (1, kv_heads, blocks, size, head_dim).
+
+    many: whether there are so many queries that the kernel for few would hold too much at once.
+    """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     number, size, tokens = queries.shape[2], keys.shape[3], lists.positions.shape[1]
@@ -302,7 +347,7 @@ def _flex_attention(
         return cap * torch.tanh(score / cap)
 
     options: dict[str, Any] = {}
-    if tokens == TILE:  # so many queries that the kernel for few would hold too much at once
+    if many:
         options["FORCE_USE_FLEX_ATTENTION"] = True
     elif exact:  # the kernel for few queries would divide a row's blocks by their number and the step's rows
         options["SPLIT_KV"] = 1

@@ -28,13 +28,14 @@ RIDGE = 256  # tokens up to which reading a layer's weights takes longer than mu
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """The shape of a step: rows, tokens of each, width of block tables; whether all tokens' logits are wanted, or at
-    most one per row; number of tokens if they are packed, otherwise 0."""
+    most one per row; number of tokens if they are packed, otherwise 0; whether rows read together what they share."""
 
     rows: int
     tokens: int
     width: int
     all_logits: bool
     packed: int = 0
+    cascade: bool = False
 
 
 @dataclass(slots=True)

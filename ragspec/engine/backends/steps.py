@@ -6,15 +6,27 @@ A step reads one buffer that the host fills, and writes its logits to another. I
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
+from ragspec.engine.backends.cascade import (
+    WORTH,
+    CascadeChoice,
+    CascadeTensors,
+    SharedPrefix,
+    fill,
+    most_chunks,
+    shapes_of,
+    shared_prefixes,
+)
 from ragspec.engine.backends.graphs import Capture, StepOutputs
 from ragspec.engine.backends.paged_attention import TILE, Compute, PagedAttention, StepTensors
 from ragspec.engine.backends.step_shapes import StepRow, StepShape, StepShapes, packed, step_rows, tables_width
@@ -24,6 +36,7 @@ from ragspec.engine.model.layout import Segment
 from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory, out_of_memory
 
+TRIALS = 4  # runs of each way when two are compared; the first captures
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -33,10 +46,12 @@ class Step:
 
     Attributes:
         token_ids, starts, counts, tables, gather, scatter: The host's, as in StepTensors; empty if not needed.
+        cascade: The host's arrays as in CascadeTensors; none if rows read all of their blocks themselves.
         sources: The host's indices of each row's token in what an earlier step wrote, (R,).
         kept: The host's indices of the wanted logits, (R,); empty if all are wanted.
         tensors, wanted: The same on the device. wanted: None for all.
         replay: Computes `outputs` anew, once the step is captured.
+        first_s: What the first run took, with compiling and capturing.
     """
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
@@ -51,6 +66,7 @@ class Step:
             (rows, tokens) if length else (0,),
             (length,),
             (rows,),
+            *(shapes_of(rows, shape.width) if shape.cascade else ()),
         ]
         ends = [0, *accumulate(map(prod, shapes))]
         self.host = torch.zeros(ends[-1], dtype=torch.long, pin_memory=device.type == "cuda")
@@ -62,11 +78,15 @@ class Step:
         )
         arrays = [each.numpy() for each in mine]
         self.token_ids, self.starts, self.counts, self.tables = arrays[:4]
-        self.kept, self.gather, self.scatter, self.sources = arrays[4:]
-        self.tensors = StepTensors(*theirs[:4], *(theirs[5:7] if length else ()))
+        self.kept, self.gather, self.scatter, self.sources = arrays[4:8]
+        self.cascade = arrays[8:]
+        gather, scatter = theirs[5:7] if length else (None, None)
+        cascade = CascadeTensors(*theirs[8:]) if shape.cascade else None
+        self.tensors = StepTensors(theirs[0], theirs[1], theirs[2], theirs[3], gather, scatter, cascade)
         self._sources = theirs[7]
         self.wanted = None if shape.all_logits else theirs[4]
         self.replay: Callable[[], None] | None = None
+        self.first_s = 0.0
         self.outputs: StepOutputs | None = None
 
     def clear(self) -> None:
@@ -138,6 +158,51 @@ class LaunchedStep:
         return torch.cat([part.values for part in self._parts])[[where[each] for each in self._wanted]]
 
 
+@dataclass(slots=True)
+class StepWork:
+    """What one step computes: rows, the packed indices that are wanted of each, tables, (rows, W), and the prefixes
+    that rows share. written: as PagedSteps.begin takes it."""
+
+    rows: Sequence[StepRow]
+    indices: Sequence[Sequence[int]]
+    token_ids: Sequence[int]
+    tables: np.ndarray
+    written: tuple[torch.Tensor, Sequence[int]] | None
+    prefixes: Sequence[SharedPrefix] = ()
+
+    def fill(self, step: Step, shape: StepShape) -> list[int]:
+        """Write a step's arrays, which are all padding; return the places of the wanted logits among its own."""
+        rows, count = self.rows, len(self.rows)
+        counts = [row.count for row in rows]
+        step.starts[:count] = [row.start for row in rows]
+        step.counts[:count] = counts
+        step.tables[:count, : self.tables.shape[1]] = self.tables
+        bases = [at * shape.tokens for at in range(count)]  # of each row's tokens among the step's
+        if shape.packed:
+            bases = list(accumulate(counts[:-1], initial=0))
+            for at, (row, base) in enumerate(zip(rows, bases, strict=True)):
+                step.token_ids[base : base + row.count] = self.token_ids[row.packed : row.packed + row.count]
+                step.gather[at, : row.count] = range(base, base + row.count)
+                step.scatter[base : base + row.count] = range(at * TILE, at * TILE + row.count)
+        elif shape.tokens == 1:
+            step.token_ids[:count, 0] = [self.token_ids[row.packed] for row in rows]
+        else:
+            for mine, row in zip(step.token_ids, rows, strict=False):
+                mine[: row.count] = self.token_ids[row.packed : row.packed + row.count]
+        if shape.cascade:
+            fill(step.cascade, self.prefixes, self.tables)
+        if self.written is not None:
+            step.sources[:count] = self.written[1]
+        places: list[int] = []
+        for number, (row, base, indices) in enumerate(zip(rows, bases, self.indices, strict=True)):
+            if shape.all_logits:
+                places += [base + index - row.packed for index in indices]
+            elif indices:
+                step.kept[number] = base + indices[0] - row.packed
+                places.append(number)
+        return places
+
+
 class PagedSteps:
     """Runs a model's forwards as steps over its paged cache.
 
@@ -150,6 +215,11 @@ class PagedSteps:
         weight_bytes: Of the model.
         exact: Whether steps have the same shape whatever they compute, so that the bits of a token's logits depend on
             the tokens before it alone.
+
+    Attributes:
+        cascade: Whether prefixes that rows share are read once: "auto" where both ways were timed and that was faster,
+            "on" wherever rows share some, "off".
+        cascaded: Number of steps that did.
     """
 
     def __init__(
@@ -173,6 +243,10 @@ class PagedSteps:
         self._steps: dict[StepShape, Step] = {}
         self._version = cache.version
         self._pads = True
+        self.cascade: Literal["auto", "on", "off"] = "off"
+        self.cascaded = 0
+        self._choice = CascadeChoice()
+        self._prefixes: tuple[Any, list[SharedPrefix]] = (None, [])
 
     @property
     def exact(self) -> bool:
@@ -256,43 +330,19 @@ class PagedSteps:
         """Launch one step, and a copy of what is wanted of it, which the next step of this shape overwrites."""
         for row in rows:
             self.cache.reserve_row(row.row, row.start, row.start + row.count)
-        mine = [
+        indices = [
             [row.packed] * (row.packed in asked)
             if row.count == 1
             else [i for i in range(row.packed, row.packed + row.count) if i in asked]
             for row in rows
         ]
-        if shape.tokens == 1 or any(len(indices) > 1 for indices in mine):
+        if shape.tokens == 1 or any(len(mine) > 1 for mine in indices):
             shape = replace(shape, all_logits=True)
-        step = self._step(shape)
-        counts = [row.count for row in rows]
-        step.starts[: len(rows)] = [row.start for row in rows]
-        step.counts[: len(rows)] = counts
         tables = self.cache.tables([row.row for row in rows])[:, : shape.width]
-        step.tables[: len(rows), : tables.shape[1]] = tables
-        bases = [at * shape.tokens for at in range(len(rows))]  # of each row's tokens among the step's
-        if shape.packed:
-            bases = list(accumulate(counts[:-1], initial=0))
-            for at, (row, base) in enumerate(zip(rows, bases, strict=True)):
-                step.token_ids[base : base + row.count] = token_ids[row.packed : row.packed + row.count]
-                step.gather[at, : row.count] = range(base, base + row.count)
-                step.scatter[base : base + row.count] = range(at * TILE, at * TILE + row.count)
-        elif shape.tokens == 1:
-            step.token_ids[: len(rows), 0] = [token_ids[row.packed] for row in rows]
-        else:
-            for mine_ids, row in zip(step.token_ids, rows, strict=False):
-                mine_ids[: row.count] = token_ids[row.packed : row.packed + row.count]
-        places: list[int] = []  # of the wanted logits among the step's
-        for number, (row, base, indices) in enumerate(zip(rows, bases, mine, strict=True)):
-            if shape.all_logits:
-                places += [base + index - row.packed for index in indices]
-            elif indices:
-                step.kept[number] = base + indices[0] - row.packed
-                places.append(number)
-        if written is not None:
-            step.sources[: len(rows)] = written[1]
-        outputs = self._run(shape, step, None if written is None else written[0])
-        packed = [index for indices in mine for index in indices]
+        work = StepWork(rows, indices, token_ids, tables, written)
+        shape = self._with_cascade(shape, work)
+        outputs, places = self._do(shape, work)
+        packed = [index for mine in indices for index in mine]
         best = outputs.best.clone()  # the next step of this shape overwrites it
         if not logits:
             values = torch.empty(best.shape, dtype=best.dtype, pin_memory=best.device.type == "cuda")
@@ -302,6 +352,64 @@ class PagedSteps:
         else:
             picked = outputs.logits.to(torch.float32, copy=True)
         return StepPart(picked, range(len(places)), packed, best)
+
+    def _do(self, shape: StepShape, work: StepWork) -> tuple[StepOutputs, list[int]]:
+        """Launch a step; return its outputs, and the places of the wanted logits among them."""
+        step = self._step(shape)
+        places = work.fill(step, shape)
+        return self._run(shape, step, None if work.written is None else work.written[0]), places
+
+    # -- cascade -----------------------------------------------------------------------------------
+
+    def _with_cascade(self, shape: StepShape, work: StepWork) -> StepShape:
+        """Return the shape for some work, with cascade attention if that is faster."""
+        if self.cascade == "off" or self.exact or shape.tokens == TILE or not most_chunks(shape.rows):
+            return shape
+        work.prefixes = self._shared(work, most_chunks(shape.rows))
+        saved = sum(prefix.saved for prefix in work.prefixes) * self.cache.size * self.cache.bytes_per_token
+        if not saved or (self.cascade == "auto" and saved < WORTH * self._weight_bytes):
+            return shape
+        cascaded = replace(shape, cascade=True)
+        if self.cascade == "auto":
+            kind = shape, saved.bit_length()
+            first_s, now = self._step(shape).first_s, time.perf_counter()
+            if self._choice.of(kind) is None and self._choice.due(kind, saved / self._weight_bytes, 2 * first_s, now):
+                self._choice.learn(kind, self._faster(cascaded, shape, work))
+            if not self._choice.of(kind):
+                return shape
+        self.cascaded += 1
+        return cascaded
+
+    def _shared(self, work: StepWork, chunks: int) -> list[SharedPrefix]:
+        """Return the prefixes that rows share; computed anew only when rows begin or end."""
+        key = self.cache.changes, chunks, [row.row for row in work.rows]
+        whole = np.array([row.start for row in work.rows]) // self.cache.size
+        known, prefixes = self._prefixes
+        if known != key or any(prefix.blocks > whole[prefix.rows].min() for prefix in prefixes):
+            prefixes = shared_prefixes(work.tables, whole, chunks)
+            self._prefixes = key, prefixes
+        return prefixes
+
+    def _faster(self, one: StepShape, other: StepShape, work: StepWork) -> bool:
+        """Return whether one shape takes less time than another for the same work, which may be done repeatedly."""
+        seconds: dict[StepShape, float] = {}
+        try:
+            for _ in range(TRIALS):
+                for shape in (one, other):
+                    began = self._settled()
+                    self._do(shape, work)
+                    seconds[shape] = min(self._settled() - began, seconds.get(shape, float("inf")))
+        except MAY_BE_MEMORY as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return seconds[one] < seconds[other]
+
+    def _settled(self) -> float:
+        """Return the time once the device has nothing to do."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     # -- capture -----------------------------------------------------------------------------------
 
@@ -320,6 +428,7 @@ class PagedSteps:
         """Return a step's outputs; they stay until the next step of this shape. written: as Step.load takes it."""
         step.load(written)
         if step.replay is None and self._capture is not None and self._pads and self.cache.layers:
+            began = time.perf_counter()
             try:
                 step.replay, step.outputs = self._capture(lambda: self._work(step))
             except MAY_BE_MEMORY as error:
@@ -327,6 +436,7 @@ class PagedSteps:
                 if is_out_of_memory(error):
                     raise
                 self._go_uncaptured(error)
+            step.first_s = time.perf_counter() - began
         if step.replay is None or step.outputs is None:
             return self._work(step)
         step.replay()

@@ -153,6 +153,7 @@ class BlockTables:
 
     Attributes:
         array: (rows, W), the same tables as numbers; 0 where a row has fewer blocks.
+        changes: Counts how often a row has begun with a prefix, or ended.
     """
 
     def __init__(self, pool: Blocks, rows: int, size: int) -> None:
@@ -160,6 +161,7 @@ class BlockTables:
         self._pool = pool
         self._tables: list[list[int]] = [[] for _ in range(rows)]
         self.array = np.zeros((rows, 1), dtype=np.int64)
+        self.changes = 0
 
     def of(self, row: int) -> list[int]:
         """Return a row's blocks."""
@@ -247,6 +249,7 @@ class BlockTables:
     def _release(self, row: int, kept: int = 0) -> None:
         """Release all but the first `kept` blocks of a row."""
         table = self._tables[row]
+        self.changes += 1
         self.array[row, kept:] = 0
         while len(table) > kept:
             self._pool.release(table.pop())

@@ -104,6 +104,11 @@ class PagedCache(ModelCache):
         """Forget a row's tokens."""
         self._tables.drop(row)
 
+    @property
+    def changes(self) -> int:
+        """A number that changes when rows begin or end, and so what they share."""
+        return self._tables.changes
+
     def tables(self, rows: Sequence[int]) -> np.ndarray:
         """Return the tables of rows, (rows, W); 0 where a row has fewer blocks."""
         return self._tables.array[rows]

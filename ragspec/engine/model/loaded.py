@@ -166,6 +166,7 @@ def _prepared(
         model = Model(inner, 2, kernels if attends else None, paged, capture, exact)
         if model.steps is not None:
             model.steps.notes = notes
+            model.steps.cascade = "auto" if inner.device.type == "cuda" else "off"
         why = differs(model, tolerance(inner.dtype))
     except Unsupported as reason:
         why = str(reason)

@@ -1,0 +1,247 @@
+"""Prefixes that rows share are read once: which rows go together, and that answers stay the same."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragspec.engine.backends import cascade, paged_attention, steps
+from ragspec.engine.backends.cascade import CascadeChoice, SharedPrefix, fill, most_chunks, shapes_of, shared_prefixes
+from ragspec.engine.backends.graphs import emulated
+from ragspec.engine.backends.paged_attention import flex
+from ragspec.engine.model.forward import Model
+from ragspec.engine.model.layout import Segment
+from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.records import Sampling
+from ragspec.speculation.drafters.context import ContextDrafter
+from tests.engine.test_compiled import COMPILER
+from tests.engine.test_engine import NEW, answers, ids, requests_for
+from tests.engine.test_engine_models import FAMILIES, build
+from tests.engine.test_paged import (  # noqa: F401 (fixtures)
+    FLEX,
+    families,
+    in_one_piece,
+    paged,
+    poisoned,
+    words,
+)
+
+# -- which rows go together -------------------------------------------------------------------------------------------
+
+
+def tables_of(texts):
+    """Return tables of rows whose blocks hold letters, equal beginnings in the same blocks, and how many are whole."""
+    names = {}
+    width = max(map(len, texts)) + 1
+    tables = np.zeros((len(texts), width), dtype=np.int64)
+    for row, text in enumerate(texts):
+        for at in range(len(text)):
+            tables[row, at] = names.setdefault(text[: at + 1], len(names) + 1)
+        tables[row, len(text)] = 1000 + row  # each writes a block of its own
+    return tables, np.array([len(text) for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["abc"] * 4, [([0, 1, 2, 3], 3)]),
+        (["abc", "x", "abd", "y", "abe", "", "z", "q"], [([0, 2, 4], 2)]),
+        (["saaaa", "saaaa", "saaaa", "sbbbb", "sbbbb", "sbbbb", "", ""], [([0, 1, 2], 5), ([3, 4, 5], 5)]),
+        (["sa", "sb", "sc", "sd"], [([0, 1, 2, 3], 1)]),
+        (["abcd", "abcd", "a", "a", "a", "a", "a", "a"], [([0, 1, 2, 3, 4, 5, 6, 7], 1)]),
+        (["a", "b", "c", "d"], []),
+        (["ab", "ab"], []),  # no chunk for so few rows
+    ],
+)
+def test_rows_that_save_most_go_together(texts, expected):
+    found = shared_prefixes(*tables_of(texts), len(texts) // 4)
+    assert sorted((sorted(prefix.rows), prefix.blocks) for prefix in found) == expected
+
+
+@given(st.lists(st.text("ab", max_size=6), min_size=1, max_size=40), st.integers(0, 9))
+def test_prefixes_are_shared_whole_and_by_rows_of_one_only(texts, chunks):
+    tables, whole = tables_of(texts)
+    found = shared_prefixes(tables, whole, chunks)
+    rows = [row for prefix in found for row in prefix.rows]
+    assert len(rows) == len(set(rows))
+    assert sum(prefix.chunks for prefix in found) <= chunks
+    for prefix in found:
+        assert prefix.saved > 0
+        assert prefix.blocks <= whole[prefix.rows].min()
+        assert (tables[prefix.rows, : prefix.blocks] == tables[prefix.rows[0], : prefix.blocks]).all()
+
+
+@given(st.lists(st.text("ab", max_size=6), min_size=4, max_size=70))
+def test_chunks_say_for_each_row_what_is_read_for_it(texts):
+    tables, whole = tables_of(texts)
+    prefixes = shared_prefixes(tables, whole, most_chunks(len(texts)))
+    arrays = [np.zeros(shape, dtype=np.int64) for shape in shapes_of(len(texts), tables.shape[1])]
+    fill(arrays, prefixes, tables)
+    chunk_tables, blocks, members, places, covered = arrays
+    assert blocks[cascade.EMPTY] == 0
+    in_prefix = {row: prefix.blocks for prefix in prefixes for row in prefix.rows}
+    for row in range(len(texts)):
+        chunk = places[row] // members.shape[1]
+        assert covered[row] == blocks[chunk] == in_prefix.get(row, 0)
+        assert (chunk_tables[chunk, : blocks[chunk]] == tables[row, : blocks[chunk]]).all()
+        assert chunk == cascade.EMPTY or members.flatten()[places[row]] == row
+
+
+def test_more_rows_than_a_chunk_holds_read_a_prefix_again():
+    prefix = SharedPrefix(list(range(40)), 10)
+    assert (prefix.chunks, prefix.saved) == (3, 370)
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+def sharing(model, together):
+    """Logits of rows of which some share up to 70 tokens: one token each, then five, one and one."""
+    model.steps.cascade = together
+    model.resize(9)
+    generator = random.Random(2)
+    text = [generator.randrange(5, 290) for _ in range(200)]
+
+    def run(segments, ids):
+        return model.logits(segments, ids, range(len(ids)))
+
+    run([Segment(0, 0, 70, alone=True)], text[:70])
+    for row in (1, 2, 3):
+        model.cache.share_prefix(0, row, 70)
+    run([Segment(4, 0, 70, alone=True)], text[100:170])
+    model.cache.share_prefix(4, 5, 40)
+    model.cache.share_prefix(0, 6, 33)
+    rows = {0: 70, 1: 70, 2: 70, 3: 70, 4: 70, 5: 40, 6: 33}
+    found = []
+    for count in (1, 5, 1, 1):
+        work = [Segment(row, start, count) for row, start in rows.items()]
+        found.append(run(work, [generator.randrange(5, 290) for _ in range(count * len(work))]))
+        rows = {row: start + count for row, start in rows.items()}
+        if len(found) == 3:  # a row ends, and the next one in its place shares other blocks
+            model.cache.drop(3)
+            model.cache.share_prefix(4, 3, 70)
+            rows[3] = 70
+    return torch.cat(found)
+
+
+@FLEX
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt-oss"])
+def test_logits_are_those_of_rows_that_read_everything_themselves(words, family):  # noqa: F811
+    """Sinks and caps among them; layers with windows read everything themselves."""
+    model = Model(build(family, words), 9, None, flex(compiled=False), emulated)
+    alone = sharing(model, "off")
+    assert model.steps.cascaded == 0
+    assert torch.allclose(sharing(model, "on"), alone, atol=1e-4, rtol=1e-4)
+    assert model.steps.cascaded == 4
+
+
+@FLEX
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("rows", [4, 9])
+def test_answers_of_records_that_share_a_prefix_are_the_same(in_one_piece, tiny, rows, drafts):  # noqa: F811
+    inner, tokenizer = paged(tiny)[0].inner, paged(tiny)[1]
+    model = Model(inner, 4, None, flex(compiled=False), emulated)
+    model.steps.cascade = "on"
+    base = next(requests_for(tokenizer)).token_ids
+    heads = [(base * 9)[:70], (base * 9)[:40] + base[5:35]]
+    generator = random.Random(3)
+
+    def requests():
+        generator.seed(3)
+        for i, request in enumerate(list(requests_for(tokenizer)) * 2):
+            tail = [generator.randrange(5, 300) for _ in range(1 + i % 5)]
+            yield type(request)(i, f"s{i}", [*heads[i % 2], *tail], Sampling(max_new_tokens=NEW))
+
+    alone = ids(answers(in_one_piece, tiny, rows=1, requests=requests()))
+    proposer = RowProposer(ContextDrafter(), 5, None) if drafts else NoProposer()
+    found = answers(lambda _: (model, tokenizer), tiny, proposer, rows=rows, requests=requests())
+    assert ids(found) == alone
+    assert model.steps.cascaded > 5
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_due_once_it_may_have_been_lost_already():
+    choice = CascadeChoice()
+    assert choice.of("a") is None
+    times = [0.01 * at for at in range(200)]
+    due = next(at for at, now in enumerate(times) if choice.due("a", 0.5, 0.1, now))
+    assert due in (20, 21)
+    assert not choice.due("b", 0.5, 0.1, times[due] + 0.01)
+    assert not choice.due("b", 0.5, 0.6, times[due] + 1000)  # a pause is no lost time
+    choice.learn("a", True)
+    assert (choice.of("a"), choice.of("b")) == (True, None)
+
+
+@FLEX
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_faster_way_is_chosen(words, monkeypatch, faster):  # noqa: F811
+    model = Model(build("llama", words), 9, None, flex(compiled=False), emulated)
+    monkeypatch.setattr(steps, "WORTH", 0.0)
+    monkeypatch.setattr(CascadeChoice, "due", lambda *args: True)
+    alone = sharing(model, "off")
+    clock = iter(range(1000))
+    ran = []
+    run = model.steps._run  # noqa: SLF001
+    monkeypatch.setattr(model.steps, "_run", lambda shape, *args: ran.append(shape) or run(shape, *args))
+
+    def settled():
+        now = next(clock)
+        return now + (0.5 if now % 2 and ran[-1].cascade is not faster else 0.0)
+
+    monkeypatch.setattr(model.steps, "_settled", settled)
+    assert torch.allclose(sharing(model, "auto"), alone, atol=1e-4, rtol=1e-4)
+    assert (model.steps.cascaded > 0) is faster
+    assert [one.cascade for one in ran].count(True) >= steps.TRIALS
+    assert all(one.cascade is not other.cascade for one, other in pairwise(ran[2 : 2 + 2 * steps.TRIALS]))
+
+
+@FLEX
+def test_memory_that_ends_in_a_trial_leaves_steps_as_they_are(words, monkeypatch):  # noqa: F811
+    model = Model(build("llama", words), 9, None, flex(compiled=False), emulated)
+    monkeypatch.setattr(steps, "WORTH", 0.0)
+    monkeypatch.setattr(CascadeChoice, "due", lambda *args: True)
+    alone = sharing(model, "off")
+    run = model.steps._run  # noqa: SLF001
+
+    def short(shape, *args):
+        if shape.cascade:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(shape, *args)
+
+    monkeypatch.setattr(model.steps, "_run", short)
+    assert torch.allclose(sharing(model, "auto"), alone, atol=1e-4, rtol=1e-4)
+    assert model.steps.cascaded == 0
+
+
+def test_little_that_is_shared_is_not_tried(words, monkeypatch):  # noqa: F811
+    model = Model(build("llama", words), 9, None, flex(compiled=False), emulated)
+    monkeypatch.setattr(steps, "WORTH", 1e9)
+    monkeypatch.setattr(CascadeChoice, "due", lambda *args: pytest.fail("tried"))
+    sharing(model, "auto")
+    assert model.steps.cascaded == 0
+
+
+@FLEX
+@COMPILER
+@pytest.mark.wide
+def test_compiled_flex_attention_reads_the_blocks_in_its_lists(words, monkeypatch):  # noqa: F811
+    """As plain operators it looks at the mask alone. For a CPU it compiles without sums of exponentials only."""
+    original, compared = paged_attention._flex_attention, []  # noqa: SLF001
+    compiled = torch.compile(original, dynamic=False)
+
+    def both(queries, keys, values, lists, rule, cap, scale, with_lse, *rest):
+        plain = original(queries, keys, values, lists, rule, cap, scale, with_lse, *rest)
+        alone = compiled(queries, keys, values, lists, rule, cap, scale, False, *rest)
+        assert torch.allclose(plain[0] if with_lse else plain, alone, atol=1e-5, rtol=1e-5)
+        compared.append(with_lse)
+        return plain
+
+    monkeypatch.setattr(paged_attention, "_flex_attention", both)
+    sharing(Model(build("llama-heads-of-16", words), 9, None, flex(compiled=False)), "on")
+    assert sum(compared) >= 8
