@@ -4,6 +4,7 @@
 
 Prints, per shape (rows x tokens of each): seconds until the first step is done (compiling and capturing), milliseconds
 of the graph alone on the device, and of a whole step as the engine asks for one. --profile: the kernels of a step.
+--shared TOKENS: rows begin with so many tokens in common, which each reads itself, or which are read once.
 """
 
 from __future__ import annotations
@@ -51,10 +52,13 @@ def times(run: Any) -> tuple[float, float]:
     return statistics.median(device), statistics.median(host)
 
 
-def measure(model: Model, rows: int, tokens: int, context: int, profile: bool) -> dict[str, Any]:
-    """Return the times of a step of `rows` rows of `tokens` tokens after `context` tokens."""
+def measure(model: Model, rows: int, tokens: int, context: int, profile: bool, shared: int = 0) -> dict[str, Any]:
+    """Return the times of a step of `rows` rows of `tokens` tokens after `context` tokens, `shared` of them shared."""
     assert model.steps is not None
     model.cache.reserve(context + 128)
+    for row in range(1, rows) if shared else ():
+        model.cache.drop(row)
+        model.cache.share_prefix(0, row, shared)
     prompts = tokens > TOKENS[-1]
     segments = [Segment(row, context, tokens, alone=prompts) for row in range(rows)]
     wanted = range(tokens - 1, rows * tokens, tokens) if prompts else range(rows * tokens)
@@ -67,6 +71,8 @@ def measure(model: Model, rows: int, tokens: int, context: int, profile: bool) -
     step()
     torch.cuda.synchronize()
     found: dict[str, Any] = {"rows": rows, "tokens": tokens, "context": context}
+    if shared:
+        found |= {"shared": shared, "cascade": model.steps.cascade == "on"}
     found["first_s"] = round(time.perf_counter() - started, 2)
     _, found["step_ms"] = times(step)
     captured = list(model.steps._steps.values())[-1]
@@ -87,6 +93,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--context", type=int, default=600)
+    parser.add_argument("--shared", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--graphs", default="auto")
@@ -110,8 +117,10 @@ def main() -> None:
     model.cache.allocate(1 + rows * (wanted.context // 128 + 2))
     for shape in wanted.shapes:
         count, tokens = map(int, shape.split("x"))
-        found = measure(model, count, tokens, wanted.context, shape in wanted.profile)
-        print(json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
+        for way in ("off", "on") if wanted.shared else ("off",):
+            model.steps.cascade = way  # type: ignore[assignment]
+            found = measure(model, count, tokens, wanted.context, shape in wanted.profile, wanted.shared)
+            print(json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
     print(f"notes: {notes}", flush=True)
 
 

@@ -346,7 +346,7 @@ class EngineBackend:
         steps = self._model.steps
         about["attention"] = "flex" if steps else "cpu" if self._model.kernels else "sdpa"
         if steps is not None:
-            about |= {"captured_steps": steps.captured, "exact": steps.exact}
+            about |= {"captured_steps": steps.captured, "cascade_steps": steps.cascaded, "exact": steps.exact}
         about["prompt_tokens_computed"] = clock.prompt_tokens
         if self._stored is not None:
             about["prefix_store"] = self._stored.about()

@@ -23,6 +23,7 @@ from tests.engine.test_engine import NEW, answers, ids, requests_for
 from tests.engine.test_engine_models import FAMILIES, build
 from tests.engine.test_paged import (  # noqa: F401 (fixtures)
     FLEX,
+    SIZE,
     families,
     in_one_piece,
     paged,
@@ -99,32 +100,30 @@ def test_more_rows_than_a_chunk_holds_read_a_prefix_again():
 # -- exactness --------------------------------------------------------------------------------------------------------
 
 
-def sharing(model, together):
-    """Logits of rows of which some share up to 70 tokens: one token each, then five, one and one."""
+def sharing(model, together, size=SIZE):
+    """Logits of rows of which some share up to four blocks: one token each, then five, one and one."""
     model.steps.cascade = together
     model.resize(9)
+    long, short, least = 4 * size + 6, 2 * size + 8, 2 * size + 1
     generator = random.Random(2)
-    text = [generator.randrange(5, 290) for _ in range(200)]
 
-    def run(segments, ids):
+    def run(segments):
+        ids = [generator.randrange(5, 290) for segment in segments for _ in range(segment.count)]
         return model.logits(segments, ids, range(len(ids)))
 
-    run([Segment(0, 0, 70, alone=True)], text[:70])
-    for row in (1, 2, 3):
-        model.cache.share_prefix(0, row, 70)
-    run([Segment(4, 0, 70, alone=True)], text[100:170])
-    model.cache.share_prefix(4, 5, 40)
-    model.cache.share_prefix(0, 6, 33)
-    rows = {0: 70, 1: 70, 2: 70, 3: 70, 4: 70, 5: 40, 6: 33}
+    run([Segment(0, 0, long, alone=True)])
+    run([Segment(4, 0, long, alone=True)])
+    rows = {0: long, 1: long, 2: long, 3: long, 4: long, 5: short, 6: least}
+    for row, donor in ((1, 0), (2, 0), (3, 0), (5, 4), (6, 0)):
+        model.cache.share_prefix(donor, row, rows[row])
     found = []
     for count in (1, 5, 1, 1):
-        work = [Segment(row, start, count) for row, start in rows.items()]
-        found.append(run(work, [generator.randrange(5, 290) for _ in range(count * len(work))]))
+        found.append(run([Segment(row, start, count) for row, start in rows.items()]))
         rows = {row: start + count for row, start in rows.items()}
         if len(found) == 3:  # a row ends, and the next one in its place shares other blocks
             model.cache.drop(3)
-            model.cache.share_prefix(4, 3, 70)
-            rows[3] = 70
+            model.cache.share_prefix(4, 3, long)
+            rows[3] = long
     return torch.cat(found)
 
 

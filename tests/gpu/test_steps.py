@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.kv.paged_cache import BLOCK
 from ragspec.engine.model import loaded
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.notes import Notes
@@ -12,6 +13,7 @@ from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Generation
 from ragspec.speculation.drafters.context import ContextDrafter
 from tests.conftest import save_llama, train_tokenizer
+from tests.engine.test_cascade import sharing
 from tests.engine.test_engine import requests_for
 from tests.engine.test_paged import logits_of
 
@@ -59,6 +61,16 @@ def test_answers_are_the_same_with_drafts_without_graphs_and_with_torchs_attenti
     assert answers(model, tokenizer, RowProposer(ContextDrafter(), 5, None), rows=rows) == plain
     assert answers(*prepared(tiny, graphs="off")[:2], rows=rows) == plain
     assert answers(*prepared(tiny, attention="sdpa")[:2], rows=rows) == plain
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_prefixes_read_once_give_the_logits_of_rows_that_read_them_themselves(tiny, dtype, close):
+    model, _, notes = prepared(tiny, dtype)
+    alone = sharing(model, "off", BLOCK)
+    assert torch.allclose(sharing(model, "on", BLOCK), alone, atol=close, rtol=close)
+    assert model.steps.cascaded > 0
+    sharing(model, "auto", BLOCK)
+    assert not [note for note in notes if "FlexAttention" in note]
 
 
 def test_exact_answers_are_the_same_in_bfloat16(tiny):
