@@ -203,6 +203,9 @@ class BlockTables:
         Raises:
             MemoryError: No block is free.
         """
+        table, at = self._tables[row], first // self.size
+        if at < len(table) and end <= (at + 1) * self.size and not self._pool.shared(table[at]):
+            return []  # what most steps find
         others, missing = self._to_take(row, first, end)
         self._pool.check(len(others) + len(missing))  # before anything changes
         copies = [copy for at in others for copy in self._own(row, at, first - at * self.size)]
