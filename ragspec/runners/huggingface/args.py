@@ -131,7 +131,6 @@ def only_stock(args: Args, spec: SpeculationConfig) -> str:
     rules = {
         "runner_args.engine: transformers": args.engine == "transformers",
         f"runner_args.generate_args.{unserved}": unserved,
-        "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
         "runner_args.model_args.device_map": "device_map" in args.model_args,
         "speculation.schedule": spec.schedule != "constant",
         "speculation.confidence_threshold": spec.confidence_threshold is not None,
