@@ -178,9 +178,9 @@ class Model:
         self.frequencies = Frequencies(inner, lambda: self.cache.layout)
         if paged is not None and self.frequencies.vary:
             raise Unsupported("has rotary frequencies that depend on the text's length")
-        self._spare_last_layer()
         if self.spread:
             self._narrow_output_layer()
+        self._spare_last_layer()
 
     def release(self) -> None:
         """Restore the model."""
