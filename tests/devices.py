@@ -8,6 +8,8 @@
 FakeTensorMode refuses the same, but its tensors hold no numbers, so no answers could be compared.
 """
 
+# ruff: noqa: SLF001 (of torch)
+
 import contextlib
 from unittest import mock
 

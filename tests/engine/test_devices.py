@@ -15,7 +15,7 @@ from ragspec.engine.backend import EngineBackend, Speculation
 from ragspec.engine.backends import paged_attention
 from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import PagedAttention, StepTensors, flex, gathered, takes_block_lists
-from ragspec.engine.kv.budget import budget_of, budget_over
+from ragspec.engine.kv.budget import budget_over
 from ragspec.engine.kv.cache import LayerCache
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.kv.prefix_store import PrefixStore
@@ -89,9 +89,10 @@ def test_the_gpus_of_these_tests_are_as_particular_as_real_ones(gpus):
 @pytest.mark.parametrize("compute", [pytest.param("flex", marks=FLEX), "gathered"])
 def test_a_step_of_a_spread_model_computes_what_transformers_computes(words, gpus, monkeypatch, family, compute):
     """Windows, caps and sinks among them; on two GPUs and on three."""
-    monkeypatch.setattr(paged_attention, "_flex_attention", at_once(paged_attention._flex_attention))
+    monkeypatch.setattr(paged_attention, "_flex_attention", at_once(paged_attention._flex_attention))  # noqa: SLF001
     for devices in (2, 3):
         inner = spread_over(build(family, words), devices)
+        inner.config._experts_implementation = "eager"  # the others ask which kind of device it is  # noqa: SLF001
         model = Model(inner, 2, None, gathered if compute == "gathered" else flex(compiled=False))
         assert differs(model, TOLERANCE) == ""
         assert len(set(map(str, model.cache.bytes_by_device()))) == devices
@@ -118,7 +119,7 @@ def test_every_layer_is_written_where_it_is_and_stacked_with_those_of_its_device
     held = [each.tolist() for each in cache.read(0, 0, 3)]
     cache.allocate(9)
     assert [layer.keys.device for layer in cache.layers] == [FIRST, FIRST, SECOND, SECOND]
-    assert [(stack.device, len(stack)) for stack in cache._stacks] == [(FIRST, 4), (SECOND, 4)]
+    assert [(stack.device, len(stack)) for stack in cache._stacks] == [(FIRST, 4), (SECOND, 4)]  # noqa: SLF001
     assert [each.tolist() for each in cache.read(0, 0, 3)] == held
     assert cache.share_prefix(0, 1, 3) == 3  # a copy of a part of a block, on both
     assert [each.tolist() for each in cache.read(1, 0, 3)] == held
@@ -153,7 +154,7 @@ def test_nothing_is_copied_or_hooked_on_one_device(words, monkeypatch):
     assert not model.spread
     assert spread(inner) == ""
     assert differs(model, TOLERANCE) == ""
-    assert not inner.lm_head._forward_pre_hooks
+    assert not inner.lm_head._forward_pre_hooks  # noqa: SLF001
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def test_layers_of_one_size_on_two_devices_are_two_stacks():
     for device in ("cpu", "meta", "cpu"):
         cache.layers.append(LayerCache(*(torch.zeros(1, 4, 8, device=device) for _ in range(2))))
     cache.allocate(5)
-    assert [(stack.device.type, len(stack)) for stack in cache._stacks] == [("cpu", 4), ("meta", 2)]
+    assert [(stack.device.type, len(stack)) for stack in cache._stacks] == [("cpu", 4), ("meta", 2)]  # noqa: SLF001
     assert [layer.keys.device.type for layer in cache.layers] == ["cpu", "meta", "cpu"]
     assert cache.bytes_by_device() == Counter({torch.device("cpu"): 128, torch.device("meta"): 64})
 
@@ -226,11 +227,11 @@ def test_blocks_are_as_many_as_the_fullest_device_has_room_for(words, gpus, as_o
     free = {FIRST: 4 << 20, SECOND: 16 << 20}
     monkeypatch.setattr(backend_module, "budget_of", lambda device, kept=0, share=0.5: int(free[device] + kept * share))
     backend = engine(spread_over(build("llama-heads-of-16", words), 2), words)
-    (cache,) = backend._paged
+    (cache,) = backend._paged  # noqa: SLF001
     layers = 2 * 2 * 2 * 128 * 16 * 4  # of a block on each device: keys and values of 2 layers, 2 heads
     assert cache.blocks == (4 << 20) // layers
     free[SECOND] = 1 << 20  # what it holds counts as free
-    room = backend._room()
+    room = backend._room()  # noqa: SLF001
     assert room.slots(1) == 128 * min(cache.blocks - 1, ((1 << 20) + int(layers * cache.blocks * 0.8)) // layers)
 
 
@@ -269,10 +270,10 @@ def test_a_model_that_flex_attention_does_not_fit_is_left_to_transformers(words,
     monkeypatch.setattr(loaded, "flex", refuse)
     inner = spread_over(build("llama", words), 2)
     implementation = inner.config._attn_implementation
-    with pytest.raises(loaded.Refused, match="it is spread over 2 GPUs, .* it needs FlexAttention"):
+    with pytest.raises(loaded.Refused, match=r"it is spread over 2 GPUs, .* it needs FlexAttention"):
         loaded.prepare(inner, [])
     assert inner.config._attn_implementation == implementation
-    assert not inner.lm_head._forward_pre_hooks
+    assert not inner.lm_head._forward_pre_hooks  # noqa: SLF001
 
 
 def test_a_model_that_is_offloaded_is_left_to_transformers(words):
