@@ -261,7 +261,7 @@ class Model:
     def _narrow(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._wanted is None:
             return inputs
-        return inputs[0].index_select(1, self._wanted_on(inputs[0].device)), *inputs[1:]
+        return inputs[0][:, self._wanted_on(inputs[0].device)], *inputs[1:]
 
     def _widen(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         if self._wanted is None:

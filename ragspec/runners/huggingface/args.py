@@ -67,7 +67,8 @@ class Args(RunnerArgs):
     device: str = "auto"
     """`cuda`, `mps` or `cpu`; `auto` uses the first one available."""
     num_gpus: Annotated[int, Field(ge=0)] | None = None
-    """0: run on the CPU; 2 or more: spread the layers over that many GPUs."""
+    """0: run on the CPU; 2 or more: spread the layers over that many GPUs, for a model that does not fit on one. Steps
+    then run without CUDA graphs."""
     revision: str | None = None
     """The model's revision on the hub."""
     trust_remote_code: bool = False
