@@ -98,9 +98,10 @@ class _Functions(TorchFunctionMode):
             return function(args[0].held)
         try:
             return function(*args, **kwargs)
-        except RuntimeError as error:
-            if "not linked" not in str(error):
-                raise
+        except DevicesDiffer:
+            raise
+        except RuntimeError:  # there is no such GPU, so that torch cannot make it the current one
+            pass
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         device = _met(function, [e for e in given if e.device != CPU] if function in INDEXES else given)
         out = function(*tree_map_only(Placed, lambda each: each.held, args), **kwargs)
