@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from ragspec.engine.engine import CHUNK, CHUNK_CUDA, LOOKAHEAD, Engine, EngineSettings
-from ragspec.engine.kv.budget import SHARE, SHARE_POOL, KvBudget, budget_of, choose_rows, most_rows, untimed_rows
+from ragspec.engine.kv.budget import (
+    SHARE,
+    SHARE_POOL,
+    KvBudget,
+    budget_of,
+    budget_over,
+    choose_rows,
+    most_rows,
+    untimed_rows,
+)
 from ragspec.engine.kv.paged_cache import BLOCK, PagedCache
 from ragspec.engine.kv.prefix_store import PrefixStore
 from ragspec.engine.model.compiled import Wish, compile_layers
 from ragspec.engine.model.fingerprint import fingerprint, weights_digest
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
-from ragspec.engine.model.loaded import AttentionWish, GraphsWish, Refused, halves_of, linear_weights, prepare
+from ragspec.engine.model.loaded import (
+    AttentionWish,
+    GraphsWish,
+    Refused,
+    halves_of,
+    linear_weights,
+    prepare,
+    refuse_offloaded,
+)
 from ragspec.engine.model.weight_layouts import unpack_linears
 from ragspec.engine.notes import Notes
 from ragspec.engine.profiler import REACHES, Clock, Profiler, probe, seconds_of
@@ -40,6 +60,7 @@ from ragspec.structured.grammars import Grammars
 log = logging.getLogger(__name__)
 JOINED = "context+draft_model"  # what "auto" tries if there is a draft model
 SAMPLE = 64  # requests that the batch size is chosen by
+NOTHING: Mapping[torch.device, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +122,7 @@ class EngineBackend:
         prefixes: PrefixStore | None = None,
         loaded_as: str = "",
     ) -> None:
+        refuse_offloaded(inner)
         self._prefixes = prefixes
         self._loaded_as = (loaded_as, weights_digest(inner)) if prefixes is not None else ()
         self._stored: StoredPrefixes | None = None
@@ -144,13 +166,14 @@ class EngineBackend:
             unpack_linears(inner)
             raise
         self._models = [model for model in (self._model, self._draft) if model is not None]
-        self._bytes_per_token = sum(map(_bytes_per_token, self._models))
+        self._token_bytes = sum(map(_token_bytes, self._models), Counter[torch.device]())  # by device
+        self._bytes_per_token = self._token_bytes.total()
         self._paged = [model.cache for model in self._models if isinstance(model.cache, PagedCache)]
         for model in self._models:
             if model.steps is not None:
                 model.steps.notes = self.notes
         if inner.device.type == "cuda":  # once, since captured steps know the addresses
-            blocks = budget_of(inner.device, share=SHARE_POOL) // (self._bytes_per_token * BLOCK)
+            blocks = self._budget(SHARE_POOL) // (self._bytes_per_token * BLOCK)
             for cache in self._paged:
                 cache.allocate(min(blocks, cache.most_blocks))
                 cache.fixed = True
@@ -204,13 +227,13 @@ class EngineBackend:
     def _capture(self, rows: int) -> None:
         """Capture the steps that a run of `rows` rows is likely to need."""
         steps, started = self._model.steps, time.perf_counter()
-        if steps is not None and self._model.device.type == "cuda":
+        if steps is not None and steps.captures and self._model.device.type == "cuda":
             count = steps.capture(rows, drafts=self._method != PLAIN)
             self.notes.add(f"graphs: {count} steps captured in {time.perf_counter() - started:.0f} s")
 
     def _measured(self, records: int | None) -> int:
         """Return the batch size beyond which speed hardly grows, or records or memory run out."""
-        memory = budget_of(self._model.device) // (self._bytes_per_token * REACHES[0])
+        memory = self._budget() // (self._bytes_per_token * REACHES[0])
         limit = memory if records is None else min(records, memory)
         rows = most_rows(self._model.device, limit, partial(seconds_of, self._model))
         return rows if records is None else max(1, min(rows, records))
@@ -245,14 +268,19 @@ class EngineBackend:
 
     def _room(self) -> KvBudget:
         """Return the memory for keys and values."""
-        device, kept = self._model.device, sum(model.kept_bytes for model in self._models)
+        cuda, kept = self._model.device.type == "cuda", sum((each.kept_bytes for each in self._models), Counter())
         if not self._paged:
-            return KvBudget(self._bytes_per_token, budget_of(device, kept))
-        budget = budget_of(device, kept, SHARE_POOL if device.type == "cuda" else SHARE)
-        if device.type == "cuda":
+            return KvBudget(self._bytes_per_token, self._budget(kept=kept))
+        budget = self._budget(SHARE_POOL if cuda else SHARE, kept)
+        if cuda:
             blocks = min(cache.blocks for cache in self._paged) - 1
             budget = min(budget, blocks * BLOCK * self._bytes_per_token)
         return KvBudget(self._bytes_per_token, budget, BLOCK)
+
+    def _budget(self, share: float = SHARE, kept: Mapping[torch.device, int] = NOTHING) -> int:
+        """Return the bytes that keys and values may take, on all devices of the models together."""
+        budgets = {device: budget_of(device, kept.get(device, 0), share) for device in self._token_bytes}
+        return budget_over(budgets, self._token_bytes)
 
     def _engine(self, rows: int, room: KvBudget, stored: StoredPrefixes | None = None) -> Engine:
         self._model.resize(rows)
@@ -377,6 +405,6 @@ def _translated(translation: Translation, row: RequestState) -> DraftView:
     return translation.open(row.tokens)
 
 
-def _bytes_per_token(model: Model) -> int:
+def _token_bytes(model: Model) -> Counter[torch.device]:
     model.logits([Segment(0, 0, 1)], [1], [0])
-    return model.cache.bytes_per_token
+    return model.cache.bytes_by_device()

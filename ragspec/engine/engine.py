@@ -3,7 +3,8 @@
     >>> for outcome in Engine(model, NoProposer(), tokenizer, eos).run(requests): ...
 
 Prompts are computed in chunks, in the same forwards in which other rows decode. A forward that runs out of memory is
-retried with fewer rows; a row that does not fit even alone only fails its own record. Limit: one device.
+retried with fewer rows; a row that does not fit even alone only fails its own record. Limit: of the devices that a
+model is spread over, one computes at a time.
 """
 
 from __future__ import annotations

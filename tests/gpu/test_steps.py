@@ -37,6 +37,19 @@ def prepared(folder, dtype=torch.float32, **wishes):
     return loaded.prepare(inner, notes, **wishes), HFTokenizer(AutoTokenizer.from_pretrained(folder)), notes
 
 
+@pytest.fixture(scope="module")
+def over_two_gpus(tmp_path_factory, sample_texts):
+    """The same with four layers, the last two on the second GPU, and the model on one GPU."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "four"
+    folder = save_llama(folder, train_tokenizer(400, sample_texts), hidden=64, layers=4)
+    places = {"model.embed_tokens": 0, "model.norm": 1, "model.rotary_emb": 1, "lm_head": 1}
+    places |= {f"model.layers.{i}": i // 2 for i in range(4)}
+    spread = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=places).eval()
+    return spread, folder, HFTokenizer(AutoTokenizer.from_pretrained(folder))
+
+
 def answers(model, tokenizer, proposer=None, rows=4):
     model.resize(rows)
     engine = Engine(model, proposer or NoProposer(), tokenizer, frozenset(), EngineSettings())
@@ -91,3 +104,19 @@ def test_exact_logits_are_the_same_bit_for_bit(tiny):
     assert torch.equal(
         logits_of(model, [*chunks, Segment(0, 300, 5), Segment(0, 305, 7)], beside=others)[1:], plain[[0, 5, 12]]
     )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_a_model_over_two_gpus_gives_the_answers_of_one(over_two_gpus, rows):
+    inner, folder, tokenizer = over_two_gpus
+    notes: list[str] = []
+    model = loaded.prepare(inner, notes)
+    assert [note for note in notes if note.startswith(("attention", "graphs"))] == [
+        "graphs: the model is spread over 2 GPUs, so its steps run without CUDA graphs, which is slower"
+    ]
+    plain = answers(prepared(folder)[0], tokenizer, rows=rows)
+    assert answers(model, tokenizer, rows=rows) == plain
+    assert answers(model, tokenizer, RowProposer(ContextDrafter(), 5, None), rows=rows) == plain
+    assert {layer.keys.device.index for layer in model.cache.layers} == {0, 1}
+    model.release()

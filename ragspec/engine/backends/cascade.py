@@ -118,6 +118,10 @@ class CascadeTensors(NamedTuple):
     places: torch.Tensor
     covered: torch.Tensor
 
+    def to(self, device: torch.device) -> CascadeTensors:
+        """Return copies on another device."""
+        return CascadeTensors(*(each.to(device) for each in self))
+
     def together(self, queries: torch.Tensor) -> torch.Tensor:
         """Return the queries of chunks, (chunks, heads, M x n, head_dim), of those of rows, (R, heads, n, head_dim)."""
         chunks, most = self.members.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +52,14 @@ class StepTensors:
     scatter: torch.Tensor | None = None
     cascade: CascadeTensors | None = None
 
+    def to(self, device: torch.device) -> StepTensors:
+        """Return copies on another device."""
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{name: each.to(device) for name, each in held.items() if each is not None})
+
 
 class PagedAttention:
-    """The attention of one step. compute: flex() or gathered()."""
+    """The attention of one step, for layers on its tensors' device and on others. compute: flex() or gathered()."""
 
     def __init__(self, cache: PagedCache, step: StepTensors, compute: Compute) -> None:
         tokens = (step.token_ids if step.gather is None else step.gather).shape[1]
@@ -62,6 +67,9 @@ class PagedAttention:
         offsets = torch.arange(tokens, device=device)
         self.cache = cache
         self.size = size
+        self.device = device
+        self._step = step
+        self._elsewhere: dict[torch.device, PagedAttention] = {}
         self.tables = step.tables
         self.cascade = step.cascade
         self.ends = (step.starts + step.counts).clamp(min=1)  # (R,) padding rows see a slot of the padding block
@@ -81,6 +89,12 @@ class PagedAttention:
         flat = values.flatten(0, 1)
         return flat if self._scatter is None else flat.index_select(0, self._scatter)
 
+    def on(self, device: torch.device) -> PagedAttention:
+        """Return the same for layers on another device, made once for all of them."""
+        if device not in self._elsewhere:
+            self._elsewhere[device] = PagedAttention(self.cache, self._step.to(device), self._compute)
+        return self._elsewhere[device]
+
     @property
     def packed(self) -> torch.Tensor:
         """Position of every token, (1, T)."""
@@ -94,6 +108,8 @@ class PagedAttention:
         Returns:
             (1, T, heads, head_dim).
         """
+        if query.device != self.device:
+            return self.on(query.device).attend(query, key, value, scores, rule)
         rows, tokens = self.positions.shape
         if key.shape[2] != len(self._writes):
             raise Unsupported("attends to more than its own tokens")

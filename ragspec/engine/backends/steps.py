@@ -254,6 +254,11 @@ class PagedSteps:
         return self.shapes.exact
 
     @property
+    def captures(self) -> bool:
+        """Whether steps are captured."""
+        return self._capture is not None
+
+    @property
     def captured(self) -> int:
         """Number of captured steps."""
         return sum(step.replay is not None for step in self._steps.values())

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +119,15 @@ def most_rows(device: torch.device, limit: int, step: Callable[[int], float]) ->
 def budget_of(device: torch.device, kept: int = 0, share: float = SHARE) -> int:
     """Return the bytes that the KV cache may take on `device`. kept: bytes that it holds already."""
     return int((free_on(device) + kept) * share)
+
+
+def budget_over(budgets: Mapping[torch.device, int], sizes: Mapping[torch.device, int]) -> int:
+    """Return the bytes that the KV cache may take on all devices together: every token is on all of them.
+
+    budgets: what it may take on each. sizes: bytes of one token there.
+    """
+    token = sum(sizes.values())
+    return min(budgets[device] * token // size for device, size in sizes.items())
 
 
 def keepable(device: torch.device) -> int:

@@ -11,6 +11,7 @@ import errno
 import math
 import mmap
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -114,9 +115,17 @@ class ModelCache:
         """Write a copy of tokens to a row, which has room for them, from its token `first` on."""
         last = first + tensors[0].shape[1]
         self.reserve_row(row, first, last)
-        places = torch.tensor(self.slots_of(row, first, last), device=tensors[0].device)
-        for each, new in zip(self.flat(), tensors, strict=True):
-            each.index_copy_(1, places, new)
+        stores, slots = self.flat(), torch.tensor(self.slots_of(row, first, last))
+        places = {device: slots.to(device) for device in {each.device for each in stores}}
+        for each, new in zip(stores, tensors, strict=True):
+            each.index_copy_(1, places[each.device], new.to(each.device))
+
+    def bytes_by_device(self) -> Counter[torch.device]:
+        """Return the bytes of one token on each device; nothing before the first forward."""
+        found = Counter[torch.device]()
+        for each in self.flat():
+            found[each.device] += each.shape[0] * each.shape[2] * each.element_size()
+        return found
 
     def reserve_row(self, row: int, first: int, end: int) -> Any:
         """Make sure that a row has blocks of its own for its tokens from `first` to before `end`."""

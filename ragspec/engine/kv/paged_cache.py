@@ -39,7 +39,7 @@ class PagedCache(ModelCache):
         self.bytes_per_token = 0
         self.fixed = False
         self.layers: list[LayerCache] = []  # keys, values: (kv_heads, blocks x size, head_dim)
-        self._stacks: list[torch.Tensor] = []  # of stores of one size: (their number, *their shape)
+        self._stacks: list[torch.Tensor] = []  # of stores of one size and device: (their number, *their shape)
         self._pool = BlockPool(1)
         self._tables = BlockTables(self._pool, rows, size)
 
@@ -132,7 +132,7 @@ class PagedCache(ModelCache):
 
     @torch.inference_mode()
     def allocate(self, blocks: int) -> None:
-        """Have at least `blocks` blocks; what the present ones hold is kept.
+        """Have at least `blocks` blocks on every device; what the present ones hold is kept.
 
         New memory is zero: tokens that a query must not see still take part in the arithmetic, with weight 0.
         """
@@ -142,7 +142,7 @@ class PagedCache(ModelCache):
         for layer in self.layers:
             for name in ("keys", "values"):
                 store = getattr(layer, name)
-                alike.setdefault((store.shape[0], store.shape[2], store.dtype), []).append((layer, name))
+                alike.setdefault((store.shape[0], store.shape[2], store.dtype, store.device), []).append((layer, name))
         self._stacks = []
         for stores in alike.values():  # one after the other, so that only these exist twice at a time
             olds = [getattr(layer, name) for layer, name in stores]
@@ -165,7 +165,7 @@ class PagedCache(ModelCache):
         return self.memory()
 
     def layer(self, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
-        """Return the next layer of a forward with keys and values of (1, kv_heads, T, head_dim)."""
+        """Return the next layer of a forward with keys and values of (1, kv_heads, T, head_dim), on their device."""
         if self.next == len(self.layers):
             stores = [new.new_zeros(new.shape[1], self.blocks * self.size, new.shape[3]) for new in (keys, values)]
             self.bytes_per_token += sum(each.shape[0] * each.shape[2] * each.element_size() for each in stores)

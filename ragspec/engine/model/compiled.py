@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from ragspec.engine.model.devices import spread
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layer_graph import (
     RUNNING,
@@ -237,6 +238,10 @@ def compile_layers(
         notes: Receives notes for the user.
         whose: The model's name in notes.
     """
+    if model.spread:  # its layers are wrapped by accelerate's hooks
+        if wish == "on":
+            notes.append(f"compile: {whose} layers run uncompiled: it is {spread(model.inner)}")
+        return
     rows, why = min(rows, ROWS), ""
     inductor_here = INDUCTOR_CUDA if model.device.type == "cuda" else INDUCTOR
     for way in [KERNELS, inductor_here] if model.kernels else [inductor_here]:

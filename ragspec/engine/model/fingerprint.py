@@ -65,7 +65,7 @@ def fingerprint(model: Model, *known: object) -> bytes:
         [(name, version(name)) for name in PACKAGES],
         json.dumps(config, sort_keys=True, default=str),
         str(inner.dtype),
-        torch.cuda.get_device_name(model.device) if cuda else (model.device.type, cpu_features()),
+        ", ".join(map(torch.cuda.get_device_name, model.devices)) if cuda else (model.device.type, cpu_features()),
         torch.get_num_threads(),
         sorted(forms.items()),
         model.kernels is not None,

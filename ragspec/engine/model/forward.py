@@ -4,11 +4,13 @@ Some models' rotary frequencies depend on the text's length (dynamic NTK, LongRo
 frequencies from its largest position. When generate() answers one record alone, that is the prompt's length for every
 prompt token, and each later token's own position. So the length that counts for a token is known, whatever shares the
 forward: the model's rotary module is called once per length, for its tokens, as if the text were that long.
-Source: transformers 5.19, modeling_rope_utils.dynamic_rope_update. Limit: one device.
+Source: transformers 5.19, modeling_rope_utils.dynamic_rope_update. Limit: a model that is spread over several devices
+needs a paged cache.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from ragspec.engine.kv.budget import keepable
 from ragspec.engine.kv.cache import RaggedCache
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import NAME, PackedAttention, attending, register
+from ragspec.engine.model.devices import devices_of
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.model.layout import ForwardProfiler, Layout, Segment
 from ragspec.engine.model.masks import Unsupported
@@ -153,7 +156,8 @@ class Model:
     ) -> None:
         register()
         self.inner = inner
-        self.device: torch.device = inner.device
+        self.devices = devices_of(inner)
+        self.device = self.devices[0]
         self._handed = cache_argument(type(inner).forward)
         self.cache: RaggedCache | PagedCache = RaggedCache(rows)
         self.steps: PagedSteps | None = None
@@ -174,6 +178,8 @@ class Model:
         self.frequencies = Frequencies(inner, lambda: self.cache.layout)
         if paged is not None and self.frequencies.vary:
             raise Unsupported("has rotary frequencies that depend on the text's length")
+        if self.spread:
+            self._narrow_output_layer()
         self._spare_last_layer()
 
     def release(self) -> None:
@@ -229,19 +235,41 @@ class Model:
             self._hooks.append(mlp.register_forward_hook(self._widen))
 
     @property
+    def spread(self) -> bool:
+        """Whether the layers are on several devices."""
+        return len(self.devices) > 1
+
+    def _narrow_output_layer(self) -> None:
+        """Narrow the output layer's input where it is; the model itself would take indices on the first device."""
+        output = self.inner.get_output_embeddings()
+        if output is None:
+            raise Unsupported("has no output layer of its own, and is spread over several devices")
+        self._hooks.append(output.register_forward_pre_hook(self._narrow))
+
+    @property
     def narrows(self) -> bool:
         """Whether the running forward needs the logits of some tokens only."""
         return self._wanted is not None
 
+    def _wanted_on(self, device: torch.device) -> torch.Tensor:
+        """Return the wanted indices on the device of the last layer, where they stay for the rest of the forward."""
+        assert self._wanted is not None
+        if self._wanted.device != device:
+            self._wanted = self._wanted.to(device)
+        return self._wanted
+
     def _narrow(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return inputs if self._wanted is None else (inputs[0][:, self._wanted], *inputs[1:])
+        if self._wanted is None:
+            return inputs
+        return inputs[0][:, self._wanted_on(inputs[0].device)], *inputs[1:]
 
     def _widen(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         if self._wanted is None:
             return output
         if isinstance(output, tuple):  # mixtures of experts also return the router's output
             return (self._widen(module, inputs, output[0]), *output[1:])
-        return output.new_zeros(1, self._tokens, output.shape[2]).index_copy_(1, self._wanted, output)
+        wanted = self._wanted_on(output.device)
+        return output.new_zeros(1, self._tokens, output.shape[2]).index_copy_(1, wanted, output)
 
     def resize(self, rows: int) -> None:
         """Drop all rows; start with an empty cache of `rows`, in the memory that rest() kept."""
@@ -260,10 +288,12 @@ class Model:
         self.cache = RaggedCache(0, memory if little else ())
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes that rest() kept."""
-        kept = self.cache.memory() if isinstance(self.cache, PagedCache) else self.cache.kept
-        return sum(each.nbytes for each in kept)
+    def kept_bytes(self) -> Counter[torch.device]:
+        """Bytes that rest() kept, by device."""
+        found = Counter[torch.device]()
+        for each in self.cache.memory() if isinstance(self.cache, PagedCache) else self.cache.kept:
+            found[each.device] += each.nbytes
+        return found
 
     @torch.inference_mode()
     def logits(
@@ -348,8 +378,8 @@ class Model:
         finally:
             self._wanted = None
 
-    def _call(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Return the logits, (wanted, vocab), of tokens, (1, T), at positions, (1, T)."""
+    def _call(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | int) -> torch.Tensor:
+        """Return the logits, (wanted, vocab), of tokens, (1, T), at positions, (1, T). wanted: 0 for all."""
         output = self.inner(
             input_ids=token_ids,
             position_ids=positions,
@@ -363,8 +393,10 @@ class Model:
     def _step(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
         """The same for a step over the paged cache. wanted: None for all tokens."""
         self._tokens, self._wanted = token_ids.shape[1], wanted
-        everything = torch.arange(self._tokens, device=self.device) if wanted is None else wanted
         try:
+            if self.spread:  # the output layer gets what is wanted alone
+                return self._call(token_ids, positions, 0).to(self.device)
+            everything = torch.arange(self._tokens, device=self.device) if wanted is None else wanted
             return self._call(token_ids, positions, everything)
         finally:
             self._wanted = None

@@ -15,6 +15,7 @@ import torch
 from ragspec.engine.backends.graphs import Capture, CudaGraphs, emulated
 from ragspec.engine.backends.paged_attention import Compute, flex
 from ragspec.engine.model.compiled import INDUCTOR, check_folder
+from ragspec.engine.model.devices import is_offloaded, spread
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.masks import Unsupported
 from ragspec.engine.model.merged_linears import MergedLinears
@@ -99,18 +100,21 @@ def prepare(
         notes: Receives notes for the user.
         native: Whether to use our own kernels.
         attention: What computes attention. FlexAttention, over a cache in blocks, is for GPUs; a model that it does not
-            compute exactly gets torch's own attention, with a note.
-        graphs: Whether steps over that cache are captured.
+            compute exactly gets torch's own attention, with a note. A model over several GPUs needs it.
+        graphs: Whether steps over that cache are captured; those of a model over several GPUs are not.
         exact: Whether those steps all have one shape, so that answers are the same bit for bit.
 
     Raises:
         Refused: If the check fails; the model is left unchanged.
     """
+    refuse_offloaded(inner)
     notes = [] if notes is None else notes
-    cuda = inner.device.type == "cuda"
+    cuda, over = inner.device.type == "cuda", spread(inner)
     if attention == "cpu" and inner.device.type != "cpu":
         notes.append(f"attention: cpu has no effect on {inner.device.type}")
     if not (attention == "flex" or (attention != "sdpa" and cuda)):
+        if over:
+            raise Refused(f"it is {over}, which only attention: flex can compute")
         if exact:
             notes.append("exact: only has an effect with attention: flex")
         return _prepared(inner, notes, native, attention != "sdpa")
@@ -119,8 +123,11 @@ def prepare(
     if cuda:
         torch.cuda.set_device(inner.device)  # for streams, events and graphs
         check_folder(INDUCTOR, notes)
+    if over and cuda and graphs in ("auto", "on"):
+        notes.append(f"graphs: the model is {over}, so its steps run without CUDA graphs, which is slower")
+        graphs = "off"
     capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
-    merged = MergedLinears(inner) if cuda else None
+    merged = MergedLinears(inner) if cuda and not over else None  # accelerate's hooks are on each layer
     try:
         compute = flex(cuda, notes, exact)
         try:
@@ -133,12 +140,20 @@ def prepare(
     except (Refused, Unsupported) as reason:
         if merged:
             merged.undo()
-        model = _prepared(inner, notes, native, True)
         why = f"it {reason}" if isinstance(reason, Unsupported) else reason
+        if over:
+            raise Refused(f"it is {over}, which FlexAttention alone can compute, and {why}") from reason
+        model = _prepared(inner, notes, native, True)
         notes.append(f"attention: FlexAttention, which is faster on a GPU, is not used: {why}")
         if exact:
             notes.append("exact: has no effect without FlexAttention: answers may differ where two tokens nearly tie")
         return model
+
+
+def refuse_offloaded(inner: Any) -> None:
+    """Raise Refused for a model with weights that are on no device between forwards."""
+    if is_offloaded(inner):
+        raise Refused("it does not fit in the GPUs' memory: weights are brought there for each forward")
 
 
 def _prepared(

@@ -67,7 +67,8 @@ class Args(RunnerArgs):
     device: str = "auto"
     """`cuda`, `mps` or `cpu`; `auto` uses the first one available."""
     num_gpus: Annotated[int, Field(ge=0)] | None = None
-    """0: run on the CPU; 2 or more: spread the layers over that many GPUs."""
+    """0: run on the CPU; 2 or more: spread the layers over that many GPUs, for a model that does not fit on one. Steps
+    then run without CUDA graphs."""
     revision: str | None = None
     """The model's revision on the hub."""
     trust_remote_code: bool = False
@@ -131,7 +132,6 @@ def only_stock(args: Args, spec: SpeculationConfig) -> str:
     rules = {
         "runner_args.engine: transformers": args.engine == "transformers",
         f"runner_args.generate_args.{unserved}": unserved,
-        "runner_args.num_gpus over 1": (args.num_gpus or 0) > 1,
         "runner_args.model_args.device_map": "device_map" in args.model_args,
         "speculation.schedule": spec.schedule != "constant",
         "speculation.confidence_threshold": spec.confidence_threshold is not None,

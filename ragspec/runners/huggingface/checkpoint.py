@@ -155,8 +155,10 @@ def find(spec: SpeculationConfig, model_name: str, target: Checkpoint, notes: li
 
 
 def load_draft(draft: Draft, spec: SpeculationConfig, args: Args) -> Any:
-    """Return the draft model, on the target's device and in its dtype. Raises ModelError."""
+    """Return the draft model, on the target's (first) device and in its dtype. Raises ModelError."""
     extra = revealed(spec.draft_model_args)
+    if (args.num_gpus or 0) > 1:  # a model on one device has graphs, and nothing is moved between its layers
+        args = args.model_copy(update={"num_gpus": 1})
     return load(draft.source, args, extra, None, spec.draft_trust_remote_code, ARGS_KEY)
 
 
