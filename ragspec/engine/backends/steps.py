@@ -1,7 +1,7 @@
 """Steps of fixed shapes over the paged cache, each captured once and then replayed.
 
-A step reads one buffer that the host fills, and writes its logits to another. Its shape is one of a few
-(step_shapes.py), so that a captured step (graphs.py) serves many.
+A step reads one buffer that the host fills (step_buffers.py), and writes its logits to another. Its shape is one of a
+few (step_shapes.py), so that a captured step (graphs.py) serves many.
 """
 
 from __future__ import annotations
@@ -9,26 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from math import prod
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from ragspec.engine.backends.cascade import (
-    WORTH,
-    CascadeChoice,
-    CascadeTensors,
-    SharedPrefix,
-    fill,
-    most_chunks,
-    shapes_of,
-    shared_prefixes,
-)
+from ragspec.engine.backends.cascade import WORTH, CascadeChoice, SharedPrefix, most_chunks, shared_prefixes
 from ragspec.engine.backends.graphs import Capture, StepOutputs
-from ragspec.engine.backends.paged_attention import TILE, Compute, PagedAttention, StepTensors
+from ragspec.engine.backends.paged_attention import TILE, Compute, PagedAttention
+from ragspec.engine.backends.step_buffers import Step, StepWork
 from ragspec.engine.backends.step_shapes import StepRow, StepShape, StepShapes, packed, step_rows, tables_width
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
@@ -39,70 +29,6 @@ from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory, out_of_memory
 TRIALS = 4  # runs of each way when two are compared; the first captures
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-class Step:
-    """A step's static tensors. The host fills the arrays; load() copies them to the device at once.
-
-    Attributes:
-        token_ids, starts, counts, tables, gather, scatter: The host's, as in StepTensors; empty if not needed.
-        cascade: The host's arrays as in CascadeTensors; none if rows read all of their blocks themselves.
-        sources: The host's indices of each row's token in what an earlier step wrote, (R,).
-        kept: The host's indices of the wanted logits, (R,); empty if all are wanted.
-        tensors, wanted: The same on the device. wanted: None for all.
-        replay: Computes `outputs` anew, once the step is captured.
-        first_s: What the first run took, with compiling and capturing.
-    """
-
-    def __init__(self, shape: StepShape, device: torch.device) -> None:
-        rows, tokens, length = shape.rows, shape.tokens, shape.packed
-        kept = 0 if shape.all_logits else rows
-        shapes: list[tuple[int, ...]] = [
-            (length,) if length else (rows, tokens),
-            (rows,),
-            (rows,),
-            (rows, shape.width),
-            (kept,),
-            (rows, tokens) if length else (0,),
-            (length,),
-            (rows,),
-            *(shapes_of(rows, shape.width) if shape.cascade else ()),
-        ]
-        ends = [0, *accumulate(map(prod, shapes))]
-        self.host = torch.zeros(ends[-1], dtype=torch.long, pin_memory=device.type == "cuda")
-        self.device = torch.zeros(ends[-1], dtype=torch.long, device=device)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        mine, theirs = (
-            [store[first:last].view(shape) for (first, last), shape in zip(pairwise(ends), shapes, strict=True)]
-            for store in (self.host, self.device)
-        )
-        arrays = [each.numpy() for each in mine]
-        self.token_ids, self.starts, self.counts, self.tables = arrays[:4]
-        self.kept, self.gather, self.scatter, self.sources = arrays[4:8]
-        self.cascade = arrays[8:]
-        gather, scatter = theirs[5:7] if length else (None, None)
-        cascade = CascadeTensors(*theirs[8:]) if shape.cascade else None
-        self.tensors = StepTensors(theirs[0], theirs[1], theirs[2], theirs[3], gather, scatter, cascade)
-        self._sources = theirs[7]
-        self.wanted = None if shape.all_logits else theirs[4]
-        self.replay: Callable[[], None] | None = None
-        self.first_s = 0.0
-        self.outputs: StepOutputs | None = None
-
-    def clear(self) -> None:
-        """Make all rows padding, once the device has read what the host wrote before."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        self.host.zero_()
-        self.scatter[:] = self.gather.size - 1  # of the last row, which is always padding
-
-    def load(self, written: torch.Tensor | None = None) -> None:
-        """Copy the arrays to the device. written: an earlier step's best tokens, of which `sources` are the rows'."""
-        self.device.copy_(self.host, non_blocking=True)
-        if written is not None:
-            torch.index_select(written, 0, self._sources, out=self.tensors.token_ids[:, 0])
-        if self._copied is not None:
-            self._copied.record()
 
 
 class StepPart(NamedTuple):
@@ -156,51 +82,6 @@ class LaunchedStep:
             return self._parts[0].values
         where = {each: at for at, each in enumerate(packed)}
         return torch.cat([part.values for part in self._parts])[[where[each] for each in self._wanted]]
-
-
-@dataclass(slots=True)
-class StepWork:
-    """What one step computes: rows, the packed indices that are wanted of each, tables, (rows, W), and the prefixes
-    that rows share. written: as PagedSteps.begin takes it."""
-
-    rows: Sequence[StepRow]
-    indices: Sequence[Sequence[int]]
-    token_ids: Sequence[int]
-    tables: np.ndarray
-    written: tuple[torch.Tensor, Sequence[int]] | None
-    prefixes: Sequence[SharedPrefix] = ()
-
-    def fill(self, step: Step, shape: StepShape) -> list[int]:
-        """Write a step's arrays, which are all padding; return the places of the wanted logits among its own."""
-        rows, count = self.rows, len(self.rows)
-        counts = [row.count for row in rows]
-        step.starts[:count] = [row.start for row in rows]
-        step.counts[:count] = counts
-        step.tables[:count, : self.tables.shape[1]] = self.tables
-        bases = [at * shape.tokens for at in range(count)]  # of each row's tokens among the step's
-        if shape.packed:
-            bases = list(accumulate(counts[:-1], initial=0))
-            for at, (row, base) in enumerate(zip(rows, bases, strict=True)):
-                step.token_ids[base : base + row.count] = self.token_ids[row.packed : row.packed + row.count]
-                step.gather[at, : row.count] = range(base, base + row.count)
-                step.scatter[base : base + row.count] = range(at * TILE, at * TILE + row.count)
-        elif shape.tokens == 1:
-            step.token_ids[:count, 0] = [self.token_ids[row.packed] for row in rows]
-        else:
-            for mine, row in zip(step.token_ids, rows, strict=False):
-                mine[: row.count] = self.token_ids[row.packed : row.packed + row.count]
-        if shape.cascade:
-            fill(step.cascade, self.prefixes, self.tables)
-        if self.written is not None:
-            step.sources[:count] = self.written[1]
-        places: list[int] = []
-        for number, (row, base, indices) in enumerate(zip(rows, bases, self.indices, strict=True)):
-            if shape.all_logits:
-                places += [base + index - row.packed for index in indices]
-            elif indices:
-                step.kept[number] = base + indices[0] - row.packed
-                places.append(number)
-        return places
 
 
 class PagedSteps:
