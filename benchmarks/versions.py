@@ -3,7 +3,7 @@
     git worktree add ../before COMMIT
     python benchmarks/versions.py ../before RECORDS --methods none context --rows 1 8 16 32 --passes 5
 
-Both run in this environment, each in a process of its own that is loaded once per case. Prints, per case, this
+Both run in this environment, each in a process of its own that is loaded for each case and start. Prints, per case, this
 checkout's speed as a share of the other's (median and range over passes) by the processor time of answering, which
 other work on the machine changes little, and by the clock; and whether all answers are the same. `--tokens 1` times
 prompts. Threads: OMP_NUM_THREADS=1 makes processor time and clock alike.
@@ -80,14 +80,15 @@ def compare(args: argparse.Namespace, method: str, rows: int) -> dict[str, Any]:
         "prompt": {"source": "query"},
         "speculation": {"method": method},
     }
-    versions = [Version(checkout, config, args.records, args.limit) for checkout in (HERE, args.checkout)]
     passes = []
-    for number in range(args.passes):
-        order = (0, 1) if number % 2 else (1, 0)
-        found = {which: versions[which].run() for which in order}
-        passes.append((found[0], found[1]))
-    for version in versions:
-        version.close()
+    for _ in range(args.starts):
+        versions = [Version(checkout, config, args.records, args.limit) for checkout in (HERE, args.checkout)]
+        for number in range(args.passes):
+            order = (0, 1) if number % 2 else (1, 0)
+            found = {which: versions[which].run() for which in order}
+            passes.append((found[0], found[1]))
+        for version in versions:
+            version.close()
     case: dict[str, Any] = {"method": method, "rows": rows, "tokens": args.tokens}
     for clock in ("cpu_s", "wall_s"):
         ratios = sorted(other[clock] / mine[clock] for mine, other in passes)
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--limit", type=int, default=32)
+    parser.add_argument("--starts", type=int, default=1, help="processes of each: what a warm-up measures differs")
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
