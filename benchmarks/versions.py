@@ -3,10 +3,10 @@
     git worktree add ../before COMMIT
     python benchmarks/versions.py ../before RECORDS --methods none context --rows 1 8 16 32 --passes 5
 
-Both run in this environment, each in a process of its own that is loaded for each case and start. Prints, per case, this
+Both run in this environment, in processes of their own, loaded for each case and start. Prints, per case, this
 checkout's speed as a share of the other's (median and range over passes) by the processor time of answering, which
 other work on the machine changes little, and by the clock; and whether all answers are the same. `--tokens 1` times
-prompts. Threads: OMP_NUM_THREADS=1 makes processor time and clock alike.
+prompts. With OMP_NUM_THREADS=1, processor time and clock are alike.
 """
 
 from __future__ import annotations
