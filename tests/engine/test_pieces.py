@@ -143,3 +143,21 @@ def test_shared_slots_are_read_once():
 
     assert read(apart) == 301 + 281 + 101
     assert read(together) == 256 + (301 - 256) + (281 - 256) + (101 - 96)
+
+
+def test_rows_that_share_blocks_read_the_rest_of_the_last_one_themselves():
+    """Each has a copy of it: what is in memory once is read once."""
+    queries = {0: [(0, 301)], 1: [(1, 281)], 2: [(2, 101)], 3: [(3, 90)]}
+    group = PrefixGroup(0, {1: 250, 2: 96, 3: 40})
+    holders = {0: [(0, 0, 320)], 1: [(0, 0, 192), (1, 192, 320)], 2: [(0, 0, 64), (2, 64, 128)], 3: [(3, 0, 128)]}
+
+    def parts(row, first, last):
+        cut = [(holder, max(first, begin), min(last, end)) for holder, begin, end in holders[row]]
+        return [part for part in cut if part[1] < part[2]]
+
+    work = split_kv(queries, [group], 4, 1, parts)
+    found = sorted({(int(row), int(first)) for row, first, *_ in work.pieces})
+    assert {row for row, _ in found} == {0, 1, 2, 3}
+    starts = {row: min(first for each, first in found if each == row) for row in range(4)}
+    assert starts == {0: 0, 1: 192, 2: 64, 3: 0}
+    assert sum(int(last - first) for _, first, last, _, _ in work.pieces) == 192 + (301 - 192) + (281 - 192) + 37 + 90

@@ -10,6 +10,7 @@ from ragspec.engine.kv import cache as caches
 from ragspec.engine.kv.block_pool import MOST_ROWS, BlockCopy, BlockTables, RowBlocks
 from ragspec.engine.kv.cache import RaggedCache
 from ragspec.engine.kv.common_prefix import LEAST
+from ragspec.engine.model import kv_splits
 from ragspec.engine.model import loaded as prepared
 from ragspec.engine.model.layout import Layout, Segment
 from ragspec.engine.proposers.base import NoProposer
@@ -80,7 +81,8 @@ class Rows:
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(caches, "BLOCK", 8)
+    for module in (caches, kv_splits):
+        monkeypatch.setattr(module, "ROW_BLOCK", 8)
 
 
 def shares(rows):

@@ -24,6 +24,7 @@ import numpy as np
 Part = tuple[int, int, int]  # row that holds some tokens of a row, first slot, end slot
 PADDING = 0  # the block that padding is written to; it belongs to no row
 MOST_ROWS = 1 << 20
+ROW_BLOCK = 64  # tokens of a block in a row
 
 
 @dataclass(frozen=True, slots=True)

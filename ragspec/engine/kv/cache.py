@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ragspec.engine.kv.block_pool import MOST_ROWS, BlockCopy, BlockTables, Part, RowBlocks
+from ragspec.engine.kv.block_pool import MOST_ROWS, ROW_BLOCK, BlockCopy, BlockTables, Part, RowBlocks
 from ragspec.engine.model.layout import Layout
 
 
@@ -55,7 +55,6 @@ def _pages(size: int) -> mmap.mmap:
 
 
 # -- cache -----------------------------------------------------------------------------------------
-BLOCK = 64  # tokens
 
 
 class LayerCache:
@@ -143,7 +142,7 @@ class RaggedCache(ModelCache):
         self.rows = rows
         self.slots = 0
         self._pool = RowBlocks(rows)
-        self._tables = BlockTables(self._pool, rows, BLOCK)
+        self._tables = BlockTables(self._pool, rows, ROW_BLOCK)
         self._parts: dict[int, list[Part]] = {}  # of rows, as far as they are known
         self.shares = True  # False once attention reads rows in place
         self._layers: list[LayerCache] = []  # in the order of attention in a forward
@@ -240,7 +239,7 @@ class RaggedCache(ModelCache):
         Layer by layer, so that only one layer exists twice at a time. New room is zero: masked slots still take part in
         the arithmetic and must not hold NaN.
         """
-        slots = -(-slots // BLOCK) * BLOCK
+        slots = -(-slots // ROW_BLOCK) * ROW_BLOCK
         if rows < self.rows:
             self._bring_home()
         used = [min(tokens, slots) for tokens in self._used()[:rows]]
@@ -313,7 +312,7 @@ class RaggedCache(ModelCache):
             homes = [block % MOST_ROWS for block in self._tables.of(row)]
             ends = [at for at in range(1, len(homes)) if homes[at] != homes[at - 1]]
             cuts = pairwise([0, *ends, len(homes)] if homes else [])
-            self._parts[row] = [(homes[a], a * BLOCK, b * BLOCK) for a, b in cuts]
+            self._parts[row] = [(homes[a], a * ROW_BLOCK, b * ROW_BLOCK) for a, b in cuts]
         return self._parts[row]
 
     def settle(self) -> None:
@@ -337,7 +336,7 @@ class RaggedCache(ModelCache):
                 }
                 for row, tokens in whole.items():
                     store[:, row, : tokens.shape[1]] = tokens
-        ends = [len(self._tables.of(row)) * BLOCK for row in rows]
+        ends = [len(self._tables.of(row)) * ROW_BLOCK for row in rows]
         self._tables.resize(0)
         self._tables.resize(self.rows)
         for row, end in enumerate(ends):
@@ -354,7 +353,7 @@ class RaggedCache(ModelCache):
 
     def _copy(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
-            at = copy.source // MOST_ROWS * BLOCK
+            at = copy.source // MOST_ROWS * ROW_BLOCK
             self._copy_slots(copy.source % MOST_ROWS, copy.target % MOST_ROWS, at, at + copy.tokens)
 
     @torch.inference_mode()

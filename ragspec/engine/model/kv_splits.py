@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from ragspec.engine.kv.block_pool import Part
+from ragspec.engine.kv.block_pool import ROW_BLOCK, Part
 
 LONGEST = 512  # slots of a split that few queries see, as in kernels.cpp
 DEEPEST = 2048  # slots of a split that a full tile of queries sees: fewer partial results to merge
@@ -31,6 +31,11 @@ class PrefixGroup:
 
     leader: int
     tokens: Mapping[int, int]
+
+    def in_blocks(self) -> PrefixGroup:
+        """Return the group with whole blocks in common."""
+        whole = {row: tokens // ROW_BLOCK * ROW_BLOCK for row, tokens in self.tokens.items()}
+        return PrefixGroup(self.leader, {row: tokens for row, tokens in whole.items() if tokens})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,13 @@ def split_kv(
     threads: int,
     parts: Parts | None = None,
 ) -> KvSplits:
-    """Return the splits of a forward of `tokens` tokens. queries: by row. parts: None where each row holds its own."""
+    """Return the splits of a forward of `tokens` tokens. queries: by row. parts: None where each row holds its own.
+
+    Where rows share blocks, they read them together, and each what it has of an incomplete last one: few queries read
+    that sooner than they merge another partial result.
+    """
+    if parts is not None:
+        together = [group.in_blocks() for group in together]
     spans = [tile for span in _held(_spans(queries, together), parts) for tile in _tiles(*span)]
     length = sum(last - first for _, first, last, _ in spans) // (2 * threads)  # about two splits per core
     length = max(SHORTEST, -(-length // 16) * 16)
