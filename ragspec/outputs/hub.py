@@ -41,7 +41,7 @@ SPLIT = re.compile(r"\w+(\.\w+)*")  # as `datasets` has it
 SEEN = {".parquet", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".arrow", ".txt", ".gz", ".zst", ".zip", ".tar"}
 FILE_BYTES = 64 << 20  # of a Parquet file, before compression
 REFUSED = {401: f"the token is not valid; {LOGIN}", 403: "the token may not write there; give it write access"}
-MOVED = (409, 412)  # somebody else committed in the meantime
+MOVED = (409, 412)  # another commit came in between
 WAY_OUT = "; finish the run, or add --partial"
 SHOWN = 200  # characters of a message of the hub's
 
