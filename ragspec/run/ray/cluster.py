@@ -225,7 +225,8 @@ def _check_answers(address: str) -> None:
 
 def amount(cpus: float, gpus: float) -> str:
     """Return the size of a machine or worker, for messages."""
-    return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+    named = [f"{count:g} {unit}{'' if count == 1 else 's'}" for count, unit in ((cpus, "CPU"), (gpus, "GPU"))]
+    return " and ".join(named if gpus else named[:1])
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,7 @@ def test_the_doctor_says_what_machines_have_and_lack(tmp_path, address):
     config.write_text(json.dumps({"runner": "fake", "scale": scale}))
     done = ragspec("doctor", "-c", config)
     assert done.returncode == 0, done.stderr
-    assert "workers: 2 with 1 CPUs each; the cluster has room for 4" in done.stderr
+    assert "workers: 2 with 1 CPU each; the cluster has room for 4" in done.stderr
     assert done.stderr.count("2 CPUs, Python 3") == 2
     config.write_text(json.dumps({"runner": "fake", "scale": {**scale, "address": "127.0.0.1:1"}}))
     done = ragspec("doctor", "-c", config)

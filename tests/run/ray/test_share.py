@@ -41,7 +41,7 @@ def test_a_worker_gets_its_share_of_a_machine(scale, machines, of_engine, share,
 def test_a_worker_that_fits_nowhere_is_told_what_there_is():
     there = There({"workers": 2}, (8, 1), (8, 0))
     with pytest.raises(
-        ConfigError, match="requested: 2 workers of 4 CPUs and 2 GPUs each; available: node 0 has 8 CPUs and 1 GPUs"
+        ConfigError, match="requested: 2 workers of 4 CPUs and 2 GPUs each; available: node 0 has 8 CPUs and 1 GPU"
     ):
         There({"workers": 2, "cpus_per_worker": 4, "gpus_per_worker": 2}, (8, 1), (8, 0)).share(1)
     with pytest.raises(ConfigError, match="no machine of the cluster has room"):

@@ -159,7 +159,7 @@ def test_workers_write_the_same_texts_as_one_process(tmp_path, request, address,
     [
         ({"address": "127.0.0.1:1"}, "no Ray cluster answers there"),
         ({"cpus_per_worker": 64}, "requested: 2 workers of 64 CPUs each"),
-        ({"gpus_per_worker": 1}, "requested: 2 workers of 1 CPUs and 1 GPUs each"),
+        ({"gpus_per_worker": 1}, "requested: 2 workers of 1 CPU and 1 GPU each"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(tmp_path, address, scale, said):
