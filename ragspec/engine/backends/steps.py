@@ -26,6 +26,7 @@ from ragspec.engine.model.layout import Segment
 from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory, out_of_memory
 
+COMPILING_S = 5.0  # of two kernels that no earlier run has left in the cache: the least that a trial may cost
 TRIALS = 4  # runs of each way when two are compared; the first captures
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -256,15 +257,23 @@ class PagedSteps:
         if not saved or (self.cascade == "auto" and saved < WORTH * self._weight_bytes):
             return shape
         cascaded = replace(shape, cascade=True)
-        if self.cascade == "auto":
-            kind = shape, saved.bit_length()
-            first_s, now = self._step(shape).first_s, time.perf_counter()
-            if self._choice.of(kind) is None and self._choice.due(kind, saved / self._weight_bytes, 2 * first_s, now):
-                self._choice.learn(kind, self._faster(cascaded, shape, work))
-            if not self._choice.of(kind):
-                return shape
+        if self.cascade == "auto" and not self._pays(cascaded, shape, saved, work):
+            return shape
         self.cascaded += 1
         return cascaded
+
+    def _pays(self, cascaded: StepShape, shape: StepShape, saved: int, work: StepWork) -> bool:
+        """Return whether steps are known to be faster with cascade attention; find out once that is due.
+
+        saved: bytes that need not be read.
+        """
+        kind = shape, saved.bit_length()
+        if self._choice.of(kind) is None:
+            before = self._steps.get(shape)
+            trial_s = max(COMPILING_S, 2 * before.first_s if before else 0.0)
+            if self._choice.due(kind, saved / (self._weight_bytes + saved), trial_s, time.perf_counter()):
+                self._choice.learn(kind, self._faster(cascaded, shape, work))
+        return bool(self._choice.of(kind))
 
     def _shared(self, work: StepWork, chunks: int) -> list[SharedPrefix]:
         """Return the prefixes that rows share; computed anew only when rows begin or end."""
