@@ -56,9 +56,11 @@ def measure(model: Model, rows: int, tokens: int, context: int, profile: bool, s
     """Return the times of a step of `rows` rows of `tokens` tokens after `context` tokens, `shared` of them shared."""
     assert model.steps is not None
     model.cache.reserve(context + 128)
-    for row in range(1, rows) if shared else ():
-        model.cache.drop(row)
-        model.cache.share_prefix(0, row, shared)
+    if shared:
+        model.cache.reserve_row(0, 0, context)
+        for row in range(1, rows):
+            model.cache.drop(row)
+            assert model.cache.share_prefix(0, row, shared) == shared
     prompts = tokens > TOKENS[-1]
     segments = [Segment(row, context, tokens, alone=prompts) for row in range(rows)]
     wanted = range(tokens - 1, rows * tokens, tokens) if prompts else range(rows * tokens)

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragspec.engine.backends import cascade, paged_attention, steps
-from ragspec.engine.backends.cascade import CascadeChoice, SharedPrefix, fill, most_chunks, shapes_of, shared_prefixes
+from ragspec.engine.backends.cascade import (
+    CascadeChoice,
+    CascadeTensors,
+    SharedPrefix,
+    fill,
+    most_chunks,
+    shapes_of,
+    shared_prefixes,
+)
 from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import flex
 from ragspec.engine.model.forward import Model
@@ -18,6 +26,7 @@ from ragspec.engine.model.layout import Segment
 from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.records import Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
+from tests.conftest import wide
 from tests.engine.test_compiled import COMPILER
 from tests.engine.test_engine import NEW, answers, ids, requests_for
 from tests.engine.test_engine_models import FAMILIES, build
@@ -127,8 +136,11 @@ def sharing(model, together, size=SIZE):
     return torch.cat(found)
 
 
+SOME = ("llama", "mistral-sliding", "gemma2", "gpt-oss")  # plain, windows, caps, sinks
+
+
 @FLEX
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt-oss"])
+@pytest.mark.parametrize("family", [*SOME, *wide(*sorted(set(FAMILIES) - set(SOME)))])
 def test_logits_are_those_of_rows_that_read_everything_themselves(words, family):  # noqa: F811
     """Sinks and caps among them; layers with windows read everything themselves."""
     model = Model(build(family, words), 9, None, flex(compiled=False), emulated)
@@ -162,6 +174,65 @@ def test_answers_of_records_that_share_a_prefix_are_the_same(in_one_piece, tiny,
     assert model.steps.cascaded > 5
 
 
+@FLEX
+@pytest.mark.parametrize("rewritten", [0, 1])
+def test_a_row_that_goes_on_otherwise_no_longer_shares_its_prefix(words, rewritten):  # noqa: F811
+    """Without a word to the cache: it copies the blocks that are written, as when a draft model starts a row anew."""
+
+    def logits(way):
+        model = Model(build("llama", words), 9, None, flex(compiled=False), emulated)
+        model.steps.cascade = way
+        model.resize(4)
+        generator = random.Random(5)
+
+        def run(segments):
+            tokens = [generator.randrange(5, 290) for segment in segments for _ in range(segment.count)]
+            return model.logits(segments, tokens, range(len(tokens)))
+
+        long = 4 * SIZE + 1
+        run([Segment(0, 0, long, alone=True)])
+        for row in (1, 2, 3):
+            model.cache.copy(0, row, long)
+        run([Segment(row, long, 1) for row in range(4)])
+        run([Segment(rewritten, SIZE, 3 * SIZE + 2, alone=True)])
+        run([Segment(rewritten, long + 1, 1)])
+        return run([Segment(row, long + 1 + (row == rewritten), 2) for row in range(4)])
+
+    assert torch.allclose(logits("on"), logits("off"), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("own_size", "prefix_size", "weight"), [(1, 1, 0), (1, 0.3, 3), (1, 0.1, 5), (2, 0.1, 5)])
+def test_parts_are_merged_without_losing_bits(own_size, prefix_size, weight):
+    """A few tokens of a row's own beside the mean of thousands."""
+    torch.manual_seed(0)
+    numbers = torch.zeros(4, dtype=torch.long)
+    chunks = CascadeTensors(
+        torch.zeros(2, 8, dtype=torch.long),
+        torch.tensor([0, 3]),
+        torch.tensor([[0, 0, 0, 0], [0, 1, 2, 3]]),
+        numbers + torch.tensor([4, 5, 6, 7]),
+        numbers + 3,
+    )
+    own = own_size * torch.randn(4, 2, 3, 64), torch.zeros(4, 2, 3)
+    prefix = prefix_size * torch.randn(2, 2, 12, 64), torch.full((2, 2, 12), float(weight))
+    exact, _ = chunks.merged(own, prefix)
+    rounded, _ = chunks.merged((own[0].bfloat16(), own[1]), (prefix[0].bfloat16(), prefix[1]))
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).norm() / exact.norm() < 0.0025
+
+
+@FLEX
+def test_cascade_attention_is_one_graph(words, monkeypatch):  # noqa: F811
+    """So that inductor has few kernels to make of what stands around both calls."""
+    traced = torch.compile(paged_attention._cascade_attention, backend="eager", fullgraph=True)  # noqa: SLF001
+    ran = []
+    monkeypatch.setattr(paged_attention, "_cascade_attention", lambda *args: ran.append(1) or traced(*args))
+    model = Model(build("llama-heads-of-16", words), 9, None, flex(compiled=False))
+    alone = sharing(model, "off")
+    assert torch.allclose(sharing(model, "on"), alone, atol=1e-4, rtol=1e-4)
+    assert len(ran) >= 4
+
+
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +246,11 @@ def test_a_trial_is_due_once_it_may_have_been_lost_already():
     assert not choice.due("b", 0.5, 0.6, times[due] + 1000)  # a pause is no lost time
     choice.learn("a", True)
     assert (choice.of("a"), choice.of("b")) == (True, None)
+    now = times[due] + 2000
+    for _ in range(100):  # time of steps whose way is known is not lost by others
+        now += 0.5
+        assert not choice.due("a", 0.5, 0.1, now)
+    assert not choice.due("c", 0.5, 0.1, now + 0.01)
 
 
 @FLEX
@@ -215,7 +291,35 @@ def test_memory_that_ends_in_a_trial_leaves_steps_as_they_are(words, monkeypatch
 
     monkeypatch.setattr(model.steps, "_run", short)
     assert torch.allclose(sharing(model, "auto"), alone, atol=1e-4, rtol=1e-4)
-    assert model.steps.cascaded == 0
+    assert (model.steps.cascaded, model.steps.cascade) == (0, "off")
+    assert "read by each of them: CUDA out of memory" in " ".join(model.steps.notes)
+
+
+@FLEX
+def test_a_trial_that_fails_leaves_the_other_steps_captured(words, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(steps, "WORTH", 0.0)
+    monkeypatch.setattr(CascadeChoice, "due", lambda *args: True)
+    trying = []
+
+    def capture(work):
+        if trying:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return emulated(work)
+
+    model = Model(build("llama", words), 9, None, flex(compiled=False), capture)
+    alone = sharing(model, "off")
+    faster = model.steps._faster  # noqa: SLF001
+
+    def trial(*args):
+        trying.append(1)
+        found = faster(*args)
+        trying.clear()
+        return found
+
+    monkeypatch.setattr(model.steps, "_faster", trial)
+    assert torch.allclose(sharing(model, "auto"), alone, atol=1e-4, rtol=1e-4)
+    assert (model.steps.cascaded, model.steps.cascade, model.steps.captures) == (0, "off", True)
+    assert [note.partition(":")[0] for note in model.steps.notes] == ["attention"]
 
 
 def test_little_that_is_shared_is_not_tried(words, monkeypatch):  # noqa: F811

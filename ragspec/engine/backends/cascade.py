@@ -16,6 +16,7 @@ import torch
 
 MEMBERS = 16  # rows of a chunk, at most
 SHARE = 4  # a step has a chunk for so many rows
+LEVELS = 16  # of prefixes that begin with one another; what branches further on is read by row
 WORTH = 0.05  # of the bytes that a step reads, from which on reading less is worth a try
 PAUSE = 1.0  # seconds between steps beyond which the engine had nothing to do
 EMPTY = 0  # the chunk of rows that share nothing
@@ -56,7 +57,9 @@ def shared_prefixes(tables: np.ndarray, whole: np.ndarray, chunks: int) -> list[
     return kept
 
 
-def _split(tables: np.ndarray, whole: np.ndarray, rows: list[int], depth: int) -> list[SharedPrefix]:
+def _split(
+    tables: np.ndarray, whole: np.ndarray, rows: list[int], depth: int, levels: int = LEVELS
+) -> list[SharedPrefix]:
     """Return prefixes of rows that share their first `depth` blocks: one of all of them, or longer ones of some."""
     if len(rows) < 2:
         return []
@@ -64,11 +67,11 @@ def _split(tables: np.ndarray, whole: np.ndarray, rows: list[int], depth: int) -
     same = (tables[rows, depth:end] == tables[rows[0], depth:end]).all(0)
     end = int(end if same.all() else depth + same.argmin())
     together = SharedPrefix(rows, end)
-    longer = [row for row in rows if whole[row] > end]
+    longer = [row for row in rows if whole[row] > end and levels]
     apart = [
         prefix
         for _, some in groupby(longer, key=lambda row: tables[row, end])
-        for prefix in _split(tables, whole, list(some), end + 1)
+        for prefix in _split(tables, whole, list(some), end + 1, levels - 1)
     ]
     if together.saved >= sum(prefix.saved for prefix in apart):
         return [together] if together.saved else []
@@ -91,9 +94,14 @@ class CascadeChoice:
         return self._faster.get(kind)
 
     def due(self, kind: Hashable, share: float, trial_s: float, now: float) -> bool:
-        """Return whether to time both ways at this step, of which the `share` that may be saved is known."""
-        self._lost[kind] = self._lost.get(kind, 0.0) + share * min(max(0.0, now - self._last), PAUSE)
-        self._last = now
+        """Return whether to time both ways, at a step that begins now. Called for every step with a prefix to share.
+
+        share: of the step's time that may be saved. trial_s: what a trial takes.
+        """
+        spent, self._last = min(max(0.0, now - self._last), PAUSE), now
+        if kind in self._faster:
+            return False
+        self._lost[kind] = self._lost.get(kind, 0.0) + share * spent
         return self._lost[kind] >= trial_s
 
     def learn(self, kind: Hashable, faster: bool) -> None:
@@ -137,13 +145,13 @@ class CascadeTensors(NamedTuple):
         """
         values, lse = (self._by_row(each) for each in prefix)
         lse = lse.masked_fill((self.covered == 0)[:, None, None], float("-inf"))
-        weights = torch.sigmoid(lse - own[1])[..., None]
-        return (own[0] + weights * (values - own[0])).to(own[0].dtype), torch.logaddexp(lse, own[1])
+        weights = torch.sigmoid(lse - own[1])[..., None]  # float32, as the sums are
+        return (own[0] * (1 - weights) + values * weights).to(own[0].dtype), torch.logaddexp(lse, own[1])
 
     def _by_row(self, values: torch.Tensor) -> torch.Tensor:
         (chunks, most), (heads, tokens) = self.members.shape, values.shape[1:3]
         of_members = values.reshape(chunks, heads, most, tokens // most, *values.shape[3:])
-        return of_members.transpose(1, 2).flatten(0, 1).index_select(0, self.places)
+        return of_members[self.places // most, :, self.places % most]
 
 
 def most_chunks(rows: int) -> int:

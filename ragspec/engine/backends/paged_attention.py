@@ -187,50 +187,51 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
     if not takes_block_lists():
         raise Unsupported(f"needs FlexAttention with block lists, which torch {torch.__version__} does not support")
     call: Any = _flex_attention
-    refused: set[tuple[int, ...]] = set()  # shapes of queries, and whether rows share prefixes
+    cascade: Any = _cascade_attention
+    refused: set[torch.Size] = set()  # shapes of queries
     if compiled:
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(SHAPES, getattr(torch._dynamo.config, limit)))
-        call = torch.compile(_flex_attention, dynamic=False)
+        call, cascade = (torch.compile(each, dynamic=False) for each in (call, cascade))
 
     def attend(
         step: PagedAttention, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
     ) -> torch.Tensor:
         rows, heads, tokens, _ = queries.shape
         shared = step.cascade if rule is None else None
-        kind = (*queries.shape, shared is not None)
-        if kind in refused:
+        if shared is None and queries.shape in refused:
             return gathered(step, layer, queries, scores, rule)
         whole, sinks = queries, scores.sinks
         if tokens < TILE:  # a group's heads as further queries of one: each block is read once for all of them
             queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
-        lists = step.mask((flex, rule), lambda: block_lists(step, rule, exact))
-        with_lse = shared is not None or sinks is not None
+        read = [step.mask((flex, rule), lambda: block_lists(step, rule, exact))]
+        if shared is not None:
+            read.append(step.mask(CascadeTensors, lambda: chunk_lists(step, shared)))
         blocks = [store.view(1, store.shape[0], -1, step.size, store.shape[2]) for store in (layer.keys, layer.values)]
-
-        def read(queries: torch.Tensor, lists: BlockLists, many: bool) -> Any:
-            if compiled:  # once for pools and tables of any size
-                for tensor, dimension in ((blocks[0], 2), (blocks[1], 2), *lists.growing):
-                    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-            with nullcontext() if compiled else _uncompiled():
-                see = rule and rule.function
-                return call(queries, *blocks, lists, see, scores.cap, scores.scaling, with_lse, exact, many)
-
+        if compiled:  # once for pools and tables of any size
+            growing = [each for lists in read for each in lists.growing]
+            for tensor, dimension in ((blocks[0], 2), (blocks[1], 2), *growing):
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        given = queries, *blocks, *read
         try:
-            out = read(queries, lists, many=tokens == TILE)
-            if shared is not None:
-                of_chunks = step.mask(CascadeTensors, lambda: chunk_lists(step, shared))
-                out = shared.merged(out, read(shared.together(queries), of_chunks, many=True))
+            with nullcontext() if compiled else _uncompiled():
+                if shared is not None:
+                    out = cascade(*given, shared, scores.cap, scores.scaling, sinks is not None)
+                else:
+                    see = rule and rule.function
+                    out = call(*given, see, scores.cap, scores.scaling, sinks is not None, exact, tokens == TILE)
         except TorchDynamoException as error:  # what inductor and Triton raise is one of these
+            if shared is not None:
+                raise  # steps go on without
             if notes is not None and not refused:
                 less = " and not exact" if exact else ""
                 notes.append(
                     f"attention: FlexAttention does not compile for some steps, which are slower{less}: {flat(error)}"
                 )
-            refused.add(kind)
+            refused.add(whole.shape)
             return gathered(step, layer, whole, scores, rule)
         if sinks is None:
-            attended: torch.Tensor = (out[0] if with_lse else out).reshape(rows, heads, tokens, -1)
+            attended: torch.Tensor = out.reshape(rows, heads, tokens, -1)
             return attended
         # a sink takes weight and has no value: the others' share is exp(lse) / (exp(lse) + exp(sink))
         others, lse = (each.reshape(rows, heads, tokens, -1) for each in out)
@@ -292,7 +293,7 @@ def block_lists(step: PagedAttention, rule: MaskRule | None, exact: bool = False
 def chunk_lists(step: PagedAttention, shared: CascadeTensors) -> BlockLists:
     """Return the lists of a step's chunks, all of whose queries see all tokens of their blocks."""
     tokens = shared.blocks * step.size
-    return _lists(step, shared.tables, shared.blocks, tokens[:, None], tokens)
+    return _lists(step, shared.tables, shared.blocks, tokens[:, None], tokens, full=shared.blocks)
 
 
 def _lists(
@@ -348,7 +349,7 @@ def _flex_attention(
 
     many: whether there are so many queries that the kernel for few would hold too much at once.
     """
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     number, size, tokens = queries.shape[2], keys.shape[3], lists.positions.shape[1]
 
@@ -379,7 +380,7 @@ def _flex_attention(
         seq_lengths=(number, keys.shape[2] * size),
         compute_q_blocks=False,
     )
-    return attend(
+    found = attend(
         queries,
         keys.flatten(2, 3),
         values.flatten(2, 3),
@@ -387,9 +388,29 @@ def _flex_attention(
         block_mask=mask,
         scale=scale,
         enable_gqa=queries.shape[1] != keys.shape[1],
-        return_lse=with_lse,
+        return_aux=AuxRequest(lse=True) if with_lse else None,
         kernel_options=options or None,
     )
+    return (found[0], found[1].lse) if with_lse else found
+
+
+def _cascade_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lists: BlockLists,
+    of_chunks: BlockLists,
+    shared: CascadeTensors,
+    cap: float | None,
+    scale: float | None,
+    with_lse: bool,
+) -> Any:
+    """Return what _flex_attention does, for rows that read some of their blocks together."""
+    own = _flex_attention(queries, keys, values, lists, None, cap, scale, True, False, False)
+    together = shared.together(queries)
+    prefix = _flex_attention(together, keys, values, of_chunks, None, cap, scale, True, False, True)
+    merged = shared.merged(own, prefix)
+    return merged if with_lse else merged[0]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
 from ragspec.errors import flat
-from ragspec.models.memory import MAY_BE_MEMORY, is_out_of_memory, out_of_memory
+from ragspec.models.memory import MAY_BE_MEMORY, free_memory, is_out_of_memory, out_of_memory
 
 COMPILING_S = 5.0  # of two kernels that no earlier run has left in the cache: the least that a trial may cost
 TRIALS = 4  # runs of each way when two are compared; the first captures
@@ -227,8 +227,7 @@ class PagedSteps:
             shape = replace(shape, all_logits=True)
         tables = self.cache.tables([row.row for row in rows])[:, : shape.width]
         work = StepWork(rows, indices, token_ids, tables, written)
-        shape = self._with_cascade(shape, work)
-        outputs, places = self._do(shape, work)
+        outputs, places = self._do_best(shape, work)
         packed = [index for mine in indices for index in mine]
         best = outputs.best.clone()  # the next step of this shape overwrites it
         if not logits:
@@ -248,35 +247,40 @@ class PagedSteps:
 
     # -- cascade -----------------------------------------------------------------------------------
 
-    def _with_cascade(self, shape: StepShape, work: StepWork) -> StepShape:
-        """Return the shape for some work, with cascade attention if that is faster."""
-        if self.cascade == "off" or self.exact or shape.tokens == TILE or not most_chunks(shape.rows):
-            return shape
-        work.prefixes = self._shared(work, most_chunks(shape.rows))
-        saved = sum(prefix.saved for prefix in work.prefixes) * self.cache.size * self.cache.bytes_per_token
-        if not saved or (self.cascade == "auto" and saved < WORTH * self._weight_bytes):
-            return shape
+    def _do_best(self, shape: StepShape, work: StepWork) -> tuple[StepOutputs, list[int]]:
+        """Do the same with cascade attention if that is faster."""
         cascaded = replace(shape, cascade=True)
-        if self.cascade == "auto" and not self._pays(cascaded, shape, saved, work):
-            return shape
-        self.cascaded += 1
-        return cascaded
+        if self._cascades(shape) and self._pays(cascaded, shape, work):
+            try:
+                found = self._do(cascaded, work)
+                self.cascaded += 1
+                return found
+            except MAY_BE_MEMORY as error:
+                self._give_up_cascade(error)
+        return self._do(shape, work)
 
-    def _pays(self, cascaded: StepShape, shape: StepShape, saved: int, work: StepWork) -> bool:
-        """Return whether steps are known to be faster with cascade attention; find out once that is due.
+    def _cascades(self, shape: StepShape) -> bool:
+        """Return whether steps of a shape may read prefixes once."""
+        return self.cascade != "off" and self._pads and not self.exact and shape.tokens < TILE and shape.rows > 1
 
-        saved: bytes that need not be read.
-        """
-        kind = shape, saved.bit_length()
-        if self._choice.of(kind) is None:
-            before = self._steps.get(shape)
-            trial_s = max(COMPILING_S, 2 * before.first_s if before else 0.0)
-            if self._choice.due(kind, saved / (self._weight_bytes + saved), trial_s, time.perf_counter()):
-                self._choice.learn(kind, self._faster(cascaded, shape, work))
+    def _pays(self, cascaded: StepShape, shape: StepShape, work: StepWork) -> bool:
+        """Return whether a step is faster with cascade attention; find out once that is due."""
+        work.prefixes = self._shared(work, most_chunks(shape.rows))
+        token = self.cache.bytes_per_token
+        saved = sum(prefix.saved for prefix in work.prefixes) * self.cache.size * token
+        read = self._weight_bytes + sum(row.start + row.count for row in work.rows) * token
+        if not saved or self.cascade == "on":
+            return saved > 0
+        if saved < WORTH * read:
+            return False
+        kind, before = (shape, saved.bit_length()), self._steps.get(shape)
+        trial_s = max(COMPILING_S, 2 * before.first_s if before else 0.0)
+        if self._choice.due(kind, saved / read, trial_s, time.perf_counter()):
+            self._choice.learn(kind, self._faster(cascaded, shape, work))
         return bool(self._choice.of(kind))
 
     def _shared(self, work: StepWork, chunks: int) -> list[SharedPrefix]:
-        """Return the prefixes that rows share; computed anew only when rows begin or end."""
+        """Return the prefixes that rows share; computed anew when others decode, or have other blocks."""
         key = self.cache.changes, chunks, [row.row for row in work.rows]
         whole = np.array([row.start for row in work.rows]) // self.cache.size
         known, prefixes = self._prefixes
@@ -295,10 +299,19 @@ class PagedSteps:
                     self._do(shape, work)
                     seconds[shape] = min(self._settled() - began, seconds.get(shape, float("inf")))
         except MAY_BE_MEMORY as error:
-            if not is_out_of_memory(error):
-                raise
+            self._give_up_cascade(error)
             return False
-        return seconds[one] < seconds[other]
+        faster = seconds[one] < seconds[other]
+        if not faster:
+            self._steps.pop(one)
+        return faster
+
+    def _give_up_cascade(self, error: Exception) -> None:
+        """Let all rows read their own blocks from now on."""
+        self.cascade = "off"
+        self._steps = {shape: step for shape, step in self._steps.items() if not shape.cascade}
+        free_memory()
+        self.notes.append(f"attention: prefixes that requests share are read by each of them: {flat(error, 200)}")
 
     def _settled(self) -> float:
         """Return the time once the device has nothing to do."""
@@ -328,7 +341,7 @@ class PagedSteps:
                 step.replay, step.outputs = self._capture(lambda: self._work(step))
             except MAY_BE_MEMORY as error:
                 self._steps.pop(shape)
-                if is_out_of_memory(error):
+                if is_out_of_memory(error) or shape.cascade:
                     raise
                 self._go_uncaptured(error)
             step.first_s = time.perf_counter() - began

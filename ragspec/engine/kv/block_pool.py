@@ -154,7 +154,7 @@ class BlockTables:
 
     Attributes:
         array: (rows, W), the same tables as numbers; 0 where a row has fewer blocks.
-        changes: Counts how often a row has begun with a prefix, or ended.
+        changes: Counts how often a row has begun, ended, or got a block in place of one that it had.
     """
 
     def __init__(self, pool: Blocks, rows: int, size: int) -> None:
@@ -240,6 +240,7 @@ class BlockTables:
         if not self._pool.shared(block):
             return []
         table[index] = self.array[row, index] = self._pool.take(row, index)
+        self.changes += 1
         self._pool.release(block)
         return [BlockCopy(block, table[index], tokens)] if tokens > 0 else []
 
