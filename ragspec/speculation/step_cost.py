@@ -92,8 +92,10 @@ class StepCost:
         return (max(slope, self._beside) + reach * self._per_slot) * self._scale
 
     def observe_beside(self, tokens: int, seconds: float) -> None:
-        """Learn from a step with prefill, where each token costs about the same."""
+        """Learn from a step with prefill, where each token costs about the same. Outliers are clipped."""
         share = seconds / tokens / self._scale
+        if self._beside:
+            share = min(share, 2 * self._beside)
         self._beside += (LEARN if self._beside else 1.0) * (share - self._beside)
 
     def observe(self, tokens: int, rows: int, reach: int, seconds: float) -> None:

@@ -219,6 +219,13 @@ def test_what_a_token_costs_beside_a_prompt_is_learnt():
     assert allocate([[0.3], [0.15]], cost, 0, 20) == [1, 0]
 
 
+def test_a_step_that_was_held_up_teaches_little():
+    cost = StepCost([(1, 1.0), (101, 2.0)])
+    cost.observe_beside(500, 5.0)
+    cost.observe_beside(500, 5000.0)
+    assert allocate([[0.3], [0.15]], cost, 0, 20) == [1, 1]
+
+
 @pytest.mark.parametrize("prefill_tokens", [1, 30, 300])
 def test_beside_a_prompt_the_plain_steps_threshold_does_not_count(prefill_tokens):
     """The prompt is paid anyway: one likely token is worth it, though it would not lift a plain step by 2%."""
