@@ -29,6 +29,7 @@ class Version:
 
     def __init__(self, checkout: Path, config: dict[str, Any], records: Path, limit: int) -> None:
         command = [sys.executable, __file__, str(checkout), str(records), "--work", json.dumps(config)]
+        self._checkout = checkout
         self._process = subprocess.Popen(
             [*command, "--limit", str(limit)],
             env=os.environ | {"PYTHONPATH": str(checkout)},
@@ -46,7 +47,7 @@ class Version:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"the other process ended with {self._process.wait()}")
+            raise SystemExit(f"the process of {self._checkout} ended with exit code {self._process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
 

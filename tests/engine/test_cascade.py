@@ -37,7 +37,6 @@ from tests.engine.test_paged import (  # noqa: F401 (fixtures)
     in_one_piece,
     paged,
     poisoned,
-    words,
 )
 
 # -- which rows go together -------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ SOME = ("llama", "mistral-sliding", "gemma2", "gpt-oss")  # plain, windows, caps
 
 @FLEX
 @pytest.mark.parametrize("family", [*SOME, *wide(*sorted(set(FAMILIES) - set(SOME)))])
-def test_logits_are_those_of_rows_that_read_everything_themselves(words, family):  # noqa: F811
+def test_logits_are_those_of_rows_that_read_everything_themselves(words, family):
     """Sinks and caps among them; layers with windows read everything themselves."""
     model = Model(build(family, words), 9, None, flex(compiled=False), emulated)
     alone = sharing(model, "off")
@@ -176,7 +175,7 @@ def test_answers_of_records_that_share_a_prefix_are_the_same(in_one_piece, tiny,
 
 @FLEX
 @pytest.mark.parametrize("rewritten", [0, 1])
-def test_a_row_that_goes_on_otherwise_no_longer_shares_its_prefix(words, rewritten):  # noqa: F811
+def test_a_row_that_goes_on_otherwise_no_longer_shares_its_prefix(words, rewritten):
     """Without a word to the cache: it copies the blocks that are written, as when a draft model starts a row anew."""
 
     def logits(way):
@@ -222,7 +221,7 @@ def test_parts_are_merged_without_losing_bits(own_size, prefix_size, weight):
 
 
 @FLEX
-def test_cascade_attention_is_one_graph(words, monkeypatch):  # noqa: F811
+def test_cascade_attention_is_one_graph(words, monkeypatch):
     """So that inductor has few kernels to make of what stands around both calls."""
     traced = torch.compile(paged_attention._cascade_attention, backend="eager", fullgraph=True)  # noqa: SLF001
     ran = []
@@ -255,7 +254,7 @@ def test_a_trial_is_due_once_it_may_have_been_lost_already():
 
 @FLEX
 @pytest.mark.parametrize("faster", [True, False])
-def test_the_faster_way_is_chosen(words, monkeypatch, faster):  # noqa: F811
+def test_the_faster_way_is_chosen(words, monkeypatch, faster):
     model = Model(build("llama", words), 9, None, flex(compiled=False), emulated)
     monkeypatch.setattr(steps, "WORTH", 0.0)
     monkeypatch.setattr(CascadeChoice, "due", lambda *args: True)
@@ -277,7 +276,7 @@ def test_the_faster_way_is_chosen(words, monkeypatch, faster):  # noqa: F811
 
 
 @FLEX
-def test_memory_that_ends_in_a_trial_leaves_steps_as_they_are(words, monkeypatch):  # noqa: F811
+def test_memory_that_ends_in_a_trial_leaves_steps_as_they_are(words, monkeypatch):
     model = Model(build("llama", words), 9, None, flex(compiled=False), emulated)
     monkeypatch.setattr(steps, "WORTH", 0.0)
     monkeypatch.setattr(CascadeChoice, "due", lambda *args: True)
@@ -296,7 +295,7 @@ def test_memory_that_ends_in_a_trial_leaves_steps_as_they_are(words, monkeypatch
 
 
 @FLEX
-def test_a_trial_that_fails_leaves_the_other_steps_captured(words, monkeypatch):  # noqa: F811
+def test_a_trial_that_fails_leaves_the_other_steps_captured(words, monkeypatch):
     monkeypatch.setattr(steps, "WORTH", 0.0)
     monkeypatch.setattr(CascadeChoice, "due", lambda *args: True)
     trying = []
@@ -322,7 +321,7 @@ def test_a_trial_that_fails_leaves_the_other_steps_captured(words, monkeypatch):
     assert [note.partition(":")[0] for note in model.steps.notes] == ["attention"]
 
 
-def test_little_that_is_shared_is_not_tried(words, monkeypatch):  # noqa: F811
+def test_little_that_is_shared_is_not_tried(words, monkeypatch):
     model = Model(build("llama", words), 9, None, flex(compiled=False), emulated)
     monkeypatch.setattr(steps, "WORTH", 1e9)
     monkeypatch.setattr(CascadeChoice, "due", lambda *args: pytest.fail("tried"))
@@ -333,7 +332,7 @@ def test_little_that_is_shared_is_not_tried(words, monkeypatch):  # noqa: F811
 @FLEX
 @COMPILER
 @pytest.mark.wide
-def test_compiled_flex_attention_reads_the_blocks_in_its_lists(words, monkeypatch):  # noqa: F811
+def test_compiled_flex_attention_reads_the_blocks_in_its_lists(words, monkeypatch):
     """As plain operators it looks at the mask alone. For a CPU it compiles without sums of exponentials only."""
     original, compared = paged_attention._flex_attention, []  # noqa: SLF001
     compiled = torch.compile(original, dynamic=False)

@@ -14,7 +14,7 @@ from ragspec.engine import backend as backend_module
 from ragspec.engine.backend import EngineBackend, Speculation
 from ragspec.engine.backends import paged_attention
 from ragspec.engine.backends.graphs import emulated
-from ragspec.engine.backends.paged_attention import PagedAttention, StepTensors, flex, gathered, takes_block_lists
+from ragspec.engine.backends.paged_attention import PagedAttention, StepTensors, flex, gathered
 from ragspec.engine.kv.budget import budget_over
 from ragspec.engine.kv.cache import LayerCache
 from ragspec.engine.kv.paged_cache import BLOCK, PagedCache
@@ -24,34 +24,18 @@ from ragspec.engine.model.devices import devices_of, spread
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.self_check import differs
-from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Generation, Request, Sampling
 from ragspec.runners.huggingface import checkpoint
 from ragspec.runners.huggingface.args import Args, only_stock
-from tests.conftest import train_tokenizer
 from tests.devices import DevicesDiffer, at_once, place, several_gpus, spread_over
-from tests.engine import test_engine_models
 from tests.engine.test_cascade import sharing
 from tests.engine.test_engine import requests_for
 from tests.engine.test_engine_models import build
-from tests.engine.test_paged import MORE
+from tests.engine.test_paged import FLEX, TOLERANCE, families  # noqa: F401 (a fixture)
 
 FAMILIES = ("llama-heads-of-16", "mistral-sliding", "gemma3-sliding", "gemma2", "gpt-oss")
-TOLERANCE = 1e-4
-FLEX = pytest.mark.skipif(not takes_block_lists(), reason="this torch's FlexAttention wants more than lists of blocks")
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 GRAPHS = "graphs: the model is spread over 2 GPUs, so its steps run without CUDA graphs, which is slower"
-
-
-@pytest.fixture(scope="module")
-def words(sample_texts):
-    return HFTokenizer(train_tokenizer(300, sample_texts))
-
-
-@pytest.fixture(autouse=True)
-def families(monkeypatch):
-    for name, family in MORE.items():
-        monkeypatch.setitem(test_engine_models.FAMILIES, name, family)
 
 
 @pytest.fixture

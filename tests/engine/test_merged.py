@@ -9,17 +9,10 @@ from ragspec.engine.model.compiled import CompiledLayers, called_with
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.merged_linears import MergedLinear, MergedLinears
 from ragspec.engine.model.self_check import differs
-from ragspec.models.tokenizer import HFTokenizer
-from tests.conftest import train_tokenizer
 from tests.engine.test_engine_models import FAMILIES, build
 
 TOLERANCE = 1e-4
 MERGED = {"gpt2": 0, "gpt_neox": 0, "phi3": 0, "opt": 6}  # those that have one layer for several, or other layers
-
-
-@pytest.fixture(scope="module")
-def words(sample_texts):
-    return HFTokenizer(train_tokenizer(300, sample_texts))
 
 
 def logits(inner):

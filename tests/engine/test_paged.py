@@ -34,7 +34,6 @@ from ragspec.engine.scheduler import Scheduler
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
-from tests.conftest import train_tokenizer
 from tests.engine.test_compiled import COMPILER
 from tests.engine.test_counts import run
 from tests.engine.test_engine import NEW, Fixed, answers, ids, oracle, requests_for
@@ -186,11 +185,6 @@ def poisoned(monkeypatch):
 SINKS = {**SMALL, "head_dim": 8, "num_local_experts": 4, "sliding_window": 10}
 DYNAMIC = {**SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 MORE = {"gpt-oss": ("GptOss", SINKS), "llama-dynamic": ("Llama", DYNAMIC)}
-
-
-@pytest.fixture(scope="module")
-def words(sample_texts):
-    return HFTokenizer(train_tokenizer(300, sample_texts))
 
 
 @pytest.fixture(autouse=True)

@@ -53,11 +53,6 @@ def short_units(monkeypatch):
     monkeypatch.setattr(StoredPrefixes, "_is_slow", lambda self: False)  # tiny models compute faster than disks read
 
 
-@pytest.fixture(scope="module")
-def words(sample_texts):
-    return HFTokenizer(train_tokenizer(300, sample_texts))
-
-
 def texts(new=10, tails=range(1, 12, 3), **sampling):
     """Return requests over three long texts, two of which begin alike, in an order that mixes them."""
     rng = random.Random(5)

@@ -249,34 +249,34 @@ class PagedSteps:
 
     def _do_best(self, shape: StepShape, work: StepWork) -> tuple[StepOutputs, list[int]]:
         """Do the same with cascade attention if that is faster."""
-        cascaded = replace(shape, cascade=True)
-        if self._cascades(shape) and self._pays(cascaded, shape, work):
-            try:
-                found = self._do(cascaded, work)
-                self.cascaded += 1
-                return found
-            except MAY_BE_MEMORY as error:
-                self._give_up_cascade(error)
+        if self._cascades(shape):
+            work.prefixes = self._shared(work, most_chunks(shape.rows))
+            if work.prefixes and self._pays(shape, work):
+                try:
+                    found = self._do(replace(shape, cascade=True), work)
+                    self.cascaded += 1
+                    return found
+                except MAY_BE_MEMORY as error:
+                    self._give_up_cascade(error)
         return self._do(shape, work)
 
     def _cascades(self, shape: StepShape) -> bool:
         """Return whether steps of a shape may read prefixes once."""
         return self.cascade != "off" and self._pads and not self.exact and shape.tokens < TILE and shape.rows > 1
 
-    def _pays(self, cascaded: StepShape, shape: StepShape, work: StepWork) -> bool:
-        """Return whether a step is faster with cascade attention; find out once that is due."""
-        work.prefixes = self._shared(work, most_chunks(shape.rows))
+    def _pays(self, shape: StepShape, work: StepWork) -> bool:
+        """Return whether a step that shares prefixes is faster with cascade attention; find out once that is due."""
+        if self.cascade == "on":
+            return True
         token = self.cache.bytes_per_token
         saved = sum(prefix.saved for prefix in work.prefixes) * self.cache.size * token
         read = self._weight_bytes + sum(row.start + row.count for row in work.rows) * token
-        if not saved or self.cascade == "on":
-            return saved > 0
         if saved < WORTH * read:
             return False
         kind, before = (shape, saved.bit_length()), self._steps.get(shape)
         trial_s = max(COMPILING_S, 2 * before.first_s if before else 0.0)
         if self._choice.due(kind, saved / read, trial_s, time.perf_counter()):
-            self._choice.learn(kind, self._faster(cascaded, shape, work))
+            self._choice.learn(kind, self._faster(replace(shape, cascade=True), shape, work))
         return bool(self._choice.of(kind))
 
     def _shared(self, work: StepWork, chunks: int) -> list[SharedPrefix]:

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 
-from ragspec.engine.model.devices import spread
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layer_graph import (
     RUNNING,
@@ -240,7 +239,7 @@ def compile_layers(
     """
     if model.spread:  # its layers are wrapped by accelerate's hooks
         if wish == "on":
-            notes.append(f"compile: {whose} layers run uncompiled: it is {spread(model.inner)}")
+            notes.append(f"compile: {whose} layers run uncompiled: it is {model.spread}")
         return
     rows, why = min(rows, ROWS), ""
     inductor_here = INDUCTOR_CUDA if model.device.type == "cuda" else INDUCTOR

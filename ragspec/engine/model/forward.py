@@ -24,7 +24,7 @@ from ragspec.engine.kv.budget import keepable
 from ragspec.engine.kv.cache import RaggedCache
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import NAME, PackedAttention, attending, register
-from ragspec.engine.model.devices import devices_of
+from ragspec.engine.model.devices import devices_of, spread
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.model.layout import ForwardProfiler, Layout, Segment
 from ragspec.engine.model.masks import Unsupported
@@ -158,6 +158,7 @@ class Model:
         self.inner = inner
         self.devices = devices_of(inner)
         self.device = self.devices[0]
+        self.spread = spread(inner)  # "" if on one device
         self._handed = cache_argument(type(inner).forward)
         self.cache: RaggedCache | PagedCache = RaggedCache(rows)
         self.steps: PagedSteps | None = None
@@ -233,11 +234,6 @@ class Model:
         if isinstance(mlp, torch.nn.Module):
             self._hooks.append(mlp.register_forward_pre_hook(self._narrow))
             self._hooks.append(mlp.register_forward_hook(self._widen))
-
-    @property
-    def spread(self) -> bool:
-        """Whether the layers are on several devices."""
-        return len(self.devices) > 1
 
     def _narrow_output_layer(self) -> None:
         """Narrow the output layer's input where it is; the model itself would take indices on the first device."""
