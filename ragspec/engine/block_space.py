@@ -4,7 +4,9 @@
     >>> work, failed = space.make_room(scheduler, work)
 
 Blocks that finished requests left are given up first, the least recently used before others; then drafts; then the
-youngest request, which is computed again later. Source: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
+youngest request, which is computed again later. Drafts that a model sampled go last: whether they fit depends on what
+was sampled, so dropping them would bias the answer, while a request computed again samples the same draft. Source:
+Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ class BlockSpace:
             left = scheduler.forget_oldest()
             if left is not None:
                 self._cache.drop(left)
-            elif any(item.draft.token_ids for item in kept):
-                kept = [_without_draft(item) for item in kept]
+            elif any(_drops(item) for item in kept):
+                kept = [_without_draft(item) if _drops(item) else item for item in kept]
+            elif len(scheduler.rows()) == 1 and kept[0].draft.token_ids:
+                kept = [_without_draft(kept[0])]
             elif len(scheduler.rows()) == 1:
                 return [], kept[0].row
             else:
@@ -65,5 +69,10 @@ class BlockSpace:
         return sum(self._cache.missing(item.row.place, item.row.computed, item.slots) for item in work)
 
 
+def _drops(item: ScheduledRequest) -> bool:
+    """Return whether an item has a draft that nothing was sampled for."""
+    return bool(item.draft.token_ids) and item.draft.probabilities is None
+
+
 def _without_draft(item: ScheduledRequest) -> ScheduledRequest:
-    return replace(item, token_ids=item.token_ids[:1], draft=Draft()) if item.draft.token_ids else item
+    return replace(item, token_ids=item.token_ids[:1], draft=Draft())

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.exc import TorchDynamoException
 
+from ragspec.engine import block_space
 from ragspec.engine import engine as engine_module
 from ragspec.engine.backends import step_shapes, steps
 from ragspec.engine.backends.graphs import emulated
@@ -431,6 +432,22 @@ def test_a_lack_of_blocks_preempts_the_youngest_and_changes_no_answer(tiny, draf
     assert ids(found) == ids(right)
     assert preempted > 0
     assert all_of_them == 0
+
+
+def test_no_draft_that_a_model_sampled_is_dropped_while_others_can_give_way(in_blocks, tiny, tiny_draft, monkeypatch):
+    dropped = []
+    original = block_space._without_draft  # noqa: SLF001
+    monkeypatch.setattr(block_space, "_without_draft", lambda item: dropped.append(item) or original(item))
+    draft, _ = in_blocks(tiny_draft)
+    draft.resize(4)
+    lengths = [30, 33, 29, 40, 35, 31, 28, 45]
+    sampled = Sampling(max_new_tokens=60, temperature=1.0, seed=4)
+    requests = [replace(one, sampling=sampled) for one in texts(lengths, 60)]
+    model, tokenizer = short_of_blocks(tiny, 17)
+    found, preempted, _ = answered(model, tokenizer, requests, DraftModel(draft, 400, None, 3, None))
+    assert all(len(one.token_ids) == 60 for one in found.values())
+    assert preempted > 0
+    assert dropped == []
 
 
 def test_one_long_record_takes_no_rows_from_the_others(tiny):
