@@ -13,6 +13,7 @@ from typing import Any
 from ragspec import __version__, runners
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
+from ragspec.host.collection import collection_paused
 from ragspec.host.machine import peak_memory
 from ragspec.inputs.sources import digest
 from ragspec.prompts.builder import PromptBuilder
@@ -88,6 +89,7 @@ def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:
     return Session(config, choice, runner, prompts, retriever)
 
 
+@collection_paused()
 def check_runner(config: RunConfig) -> Runner:
     """Return the config's runner after its check(). Raises ConfigError."""
     runner = runners.module(config.runner).Runner(config)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ragspec.config.redaction import revealed
 from ragspec.config.sections import SpeculationConfig
 from ragspec.errors import ConfigError
+from ragspec.host.collection import collection_paused
 from ragspec.models.draft import width_of
 from ragspec.models.loading import load_model, pick_device
 from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
@@ -68,6 +69,7 @@ class Checkpoint:
 
         return model_notes(self.source, self.config, self.tokenizer, revealed(self._args.generate_args), stops=stops)
 
+    @collection_paused()
     def load(self) -> Any:
         """Return the model, ready to generate. Raises ModelError."""
         from ragspec.models.logits_processors import GenerationRules
