@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ragspec.cli.options import Debug, InputOrStdin, Plugin, Set, overrides, set_debug
+from ragspec.cli.flags import with_settings
+from ragspec.cli.generate import SETTINGS
+from ragspec.cli.options import Debug, InputOrStdin, Plugin, Set, set_debug, settings_of
 
 
+@with_settings(*SETTINGS)
 def doctor(
+    settings: list[str],
     config: Annotated[
         str | None, typer.Option("--config", "-c", metavar="FILE", help="Config to check on this machine.")
     ] = None,
@@ -21,7 +25,7 @@ def doctor(
     override: Set = None,
     debug: Debug = False,
 ) -> None:
-    """Show what this machine has and what a config would do on it."""
+    """Show what this machine has, and what a model or config would do on it."""
     from ragspec.cli.tables import print_hanging, stderr
     from ragspec.config.io import InputConfig
     from ragspec.config.redaction import Redactor
@@ -35,10 +39,8 @@ def doctor(
         findings.append(Finding("ok", f"cleared the speeds of {forget()} models in {SPEEDS.folder}"))
     findings += examine_machine()
     given: InputConfig | None = None
-    if config is not None:
-        from ragspec.config.load import load_config
-
-        run_config, notes = load_config(config, overrides(override), input=input)
+    if config is not None or settings or override:
+        run_config, notes, _ = settings_of(config, settings, override, input=input)
         run_config, read_as = with_columns(run_config)
         given = run_config.input
         findings += examine_config(run_config, [*notes, *read_as])

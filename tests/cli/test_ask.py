@@ -51,6 +51,12 @@ def test_json_is_an_output_line_with_its_passages(tmp_path):
     assert line["passages"] == [{"id": "mill.txt", "text": "Ann Smith built it in 1871."}]
 
 
+def test_a_pipe_without_a_question_is_an_error():
+    done = invoke("ask", *FAKE, input="")
+    assert done.exit_code != 0
+    assert "stdin holds no question" in str(done.exception)
+
+
 def test_a_context_may_come_through_a_pipe():
     done = invoke("ask", "Who?", "--context", "-", "--json", *FAKE, input="Ann built it.")
     assert json.loads(done.stdout)["passages"] == [{"id": "stdin", "text": "Ann built it."}]

@@ -29,6 +29,13 @@ def test_the_machine_alone():
     assert done.stdout == ""
 
 
+def test_a_model_is_examined_without_a_config(tiny):
+    done = ragspec("doctor", "--model", tiny, "--method", "none")
+    assert done.returncode == 0, done.stderr
+    assert "with method none" in done.stderr
+    assert "context of" in done.stderr
+
+
 def test_a_config_that_works(tiny, tmp_path):
     done = examine(tmp_path, model=str(tiny), speculation={"method": "context"})
     assert done.returncode == 0, done.stderr
