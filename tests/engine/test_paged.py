@@ -18,7 +18,8 @@ from ragspec.engine import engine as engine_module
 from ragspec.engine.backends import step_shapes, steps
 from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import flex, gathered, takes_block_lists
-from ragspec.engine.backends.step_shapes import step_rows, tables_width, tokens_per_row
+from ragspec.engine.backends.step_shapes import StepShapes, step_rows, tables_width, tokens_per_row
+from ragspec.engine.backends.step_shapes import packed as packed_segments
 from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.kv.block_pool import BlockPool, BlockTables
 from ragspec.engine.kv.budget import KvBudget
@@ -143,6 +144,41 @@ def test_a_step_of_any_rows_has_a_shape(counts, blocks):
     tokens = tokens_per_row(counts, blocks)
     assert tokens in step_shapes.TOKENS
     assert tokens * step_shapes.most_rows(tokens) <= step_shapes.MOST
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        (1, [64]),
+        (256, [256]),
+        (300, [512]),  # two of 256 take as long
+        (600, [512, 256]),  # 1024 would take as long as four of 256
+        (1100, [1024, 256]),
+        (1700, [1024, 512, 256]),
+        (1800, [2048]),
+    ],
+)
+def test_prompts_are_cut_where_padding_takes_longer_than_another_step(tokens, sizes):
+    shapes = [shape for _, shape in StepShapes(exact=False).cut([Segment(0, 0, tokens, alone=True)], 32, 0.0)]
+    assert [shape.packed for shape in shapes] == sizes
+
+
+@given(st.lists(st.integers(65, 900), min_size=1, max_size=12), st.booleans())
+def test_steps_of_prompts_hold_each_token_once(counts, exact):
+    segments = [Segment(row, 7 * row, count, alone=True) for row, count in enumerate(counts)]
+    seen = []
+    for rows, shape in StepShapes(exact=exact).cut(segments, 32, 0.0):
+        assert len(rows) < shape.rows
+        assert sum(row.count for row in rows) <= shape.packed
+        seen += [
+            (row.row, at, row.packed + at - row.start) for row in rows for at in range(row.start, row.start + row.count)
+        ]
+    asked = [
+        (each.row, each.start + at, packed + at)
+        for packed, each in packed_segments(segments)
+        for at in range(each.count)
+    ]
+    assert seen == asked
 
 
 @given(st.integers(1, 5000))

@@ -8,7 +8,8 @@ that a captured step serves many. Tokens of prompts are packed: only attention s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 
 from ragspec.engine.backends.paged_attention import TILE
@@ -151,13 +152,13 @@ class StepShapes:
             for at in range(0, len(rows), most):
                 part = rows[at : at + most]
                 yield part, StepShape(most if self.exact else padded(len(part), ROWS), tokens, width, self.exact)
-        rows = step_rows(prompts, TILE)
+        rows, most = step_rows(prompts, TILE), self._prompt_sizes[-1][1] - 1
         while rows:
-            part = _fitting(rows, *self._prompt_sizes[-1])
+            tokens = MOST if self.exact else prompt_step(min(MOST, sum(row.count for row in rows)))[2]
+            part, rows = _first(rows, tokens, most, whole=self.exact)
             length = sum(row.count for row in part)
             size = next(size for size in self._prompt_sizes if length <= size[0] and len(part) < size[1])
             yield part, StepShape(size[1], TILE, width, False, size[0])
-            del rows[: len(part)]
 
     def one_step(self, rows: int) -> bool:
         """Return whether so many rows that decode make one step."""
@@ -169,7 +170,29 @@ class StepShapes:
         return [(size, size // TILE + SPARE) for size in (PROMPTS[-1:] if self.exact else PROMPTS)]
 
 
-def _fitting(rows: Sequence[StepRow], tokens: int, most: int) -> list[StepRow]:
-    """Return as many of the first rows as have `tokens` tokens, and are fewer than `most`."""
-    ends = accumulate(row.count for row in rows)
-    return [row for row, end in zip(rows[: most - 1], ends, strict=False) if end <= tokens]
+@cache
+def prompt_step(tokens: int) -> tuple[float, int, int]:
+    """Return how to compute up to MOST tokens of prompts soonest: its cost, number of steps, and the first one's size.
+
+    A step costs at least 1, and as much more as it has more than RIDGE tokens: padding may cost more than another step.
+    """
+    found = []
+    for size in reversed(PROMPTS):
+        cost, steps = (0.0, 0) if size >= tokens else prompt_step(tokens - size)[:2]
+        found.append((max(1.0, size / RIDGE) + cost, 1 + steps, size))
+    return min(found, key=lambda way: way[:2])
+
+
+def _first(rows: Sequence[StepRow], tokens: int, most: int, *, whole: bool) -> tuple[list[StepRow], list[StepRow]]:
+    """Return the first of some rows, up to `most` of up to `tokens` tokens together, and the others.
+
+    whole: no row is cut in two.
+    """
+    ends = list(accumulate(row.count for row in rows[:most]))
+    count = sum(end <= tokens for end in ends)
+    room = tokens - (ends[count - 1] if count else 0)
+    if whole or not room or count == len(ends):
+        return list(rows[:count]), list(rows[count:])
+    cut = rows[count]
+    rest = StepRow(cut.row, cut.start + room, cut.count - room, cut.packed + room)
+    return [*rows[:count], replace(cut, count=room)], [rest, *rows[count + 1 :]]
