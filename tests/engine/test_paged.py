@@ -163,22 +163,36 @@ def test_prompts_are_cut_where_padding_takes_longer_than_another_step(tokens, si
     assert [shape.packed for shape in shapes] == sizes
 
 
-@given(st.lists(st.integers(65, 900), min_size=1, max_size=12), st.booleans())
-def test_steps_of_prompts_hold_each_token_once(counts, exact):
-    segments = [Segment(row, 7 * row, count, alone=True) for row, count in enumerate(counts)]
+def shapes_of(segments, token_share=1e-5, exact=False):
+    return [(len(rows), shape.packed) for rows, shape in StepShapes(exact).cut(segments, 32, token_share)]
+
+
+def test_rows_that_decode_are_computed_with_prompts_where_that_is_sooner():
+    decoding = [Segment(row, 600, 1) for row in range(6)]
+    prompt = Segment(8, 0, 500, alone=True)
+    assert shapes_of([*decoding, prompt]) == [(14, 512)]
+    assert shapes_of([*decoding, replace(prompt, count=510)]) == [(6, 0), (8, 512)]  # 516 would take two steps
+    assert shapes_of([*decoding[1:], replace(decoding[0], count=2), prompt]) == [(6, 0), (8, 512)]  # a draft
+    assert shapes_of([*decoding, prompt], token_share=1e-3) == [(6, 0), (8, 512)]  # much to read
+    many = [Segment(row, 600, 1) for row in range(20)]
+    assert shapes_of([*many, prompt]) == [(20, 0), (8, 512)]
+    assert shapes_of([*decoding, prompt], exact=True) == [(6, 0), (8, 2048)]
+
+
+@given(st.lists(st.one_of(st.just(1), st.integers(65, 900)), min_size=1, max_size=24), st.booleans())
+def test_steps_hold_each_token_once(counts, exact):
+    segments = [Segment(row, 7 * row, count, alone=count > 1) for row, count in enumerate(counts)]
     seen = []
-    for rows, shape in StepShapes(exact=exact).cut(segments, 32, 0.0):
-        assert len(rows) < shape.rows
-        assert sum(row.count for row in rows) <= shape.packed
-        seen += [
-            (row.row, at, row.packed + at - row.start) for row in rows for at in range(row.start, row.start + row.count)
-        ]
+    for rows, shape in StepShapes(exact).cut(segments, 32, 1e-5):
+        assert len(rows) < shape.rows or not shape.packed
+        assert len(rows) <= shape.rows
+        assert sum(row.count for row in rows) <= (shape.packed or shape.rows)
+        for row in rows:
+            seen += [(row.row, row.start + at, row.packed + at) for at in range(row.count)]
     asked = [
-        (each.row, each.start + at, packed + at)
-        for packed, each in packed_segments(segments)
-        for at in range(each.count)
+        (each.row, each.start + at, first + at) for first, each in packed_segments(segments) for at in range(each.count)
     ]
-    assert seen == asked
+    assert sorted(seen) == asked
 
 
 @given(st.integers(1, 5000))

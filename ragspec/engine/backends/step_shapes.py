@@ -20,9 +20,10 @@ TOKENS = (1, 4)  # of a row that decodes or verifies, padding included
 ROWS = (1, 4, 16, 64, 96, 128, 192, 256, 384, 512)  # of a step that decodes or verifies, padding included
 MOST = 2048  # tokens of a step
 PROMPTS = (64, 256, 512, 1024, MOST)  # tokens of a step that computes prompts, padding included
-SPARE = 16  # rows of such a step beyond those of full tiles: the last tile of a prompt may have few tokens
+SPARE = 20  # rows of such a step beyond those of full tiles: last tiles of prompts, and rows that decode beside them
 EXACT = 4, 64  # tokens of a row, and rows, of a step that decodes, where all steps have one shape
 WIDTH = 32  # least width of block tables; larger ones are powers of two
+LONG = 0.25  # bytes of keys and values, as a share of the weights', that rows may read in a step of prompts
 RIDGE = 256  # tokens up to which reading a layer's weights takes longer than multiplying by them, on GPUs of today
 
 
@@ -142,6 +143,8 @@ class StepShapes:
         for each in packed(segments):
             short = not each[1].alone and (self.exact or each[1].count <= TILE)
             (decoding if short else prompts).append(each)
+        if prompts and not self.exact and _joins(decoding, prompts, token_share):
+            decoding, prompts = [], decoding + prompts
         if decoding:
             tokens, most = EXACT
             if not self.exact:
@@ -154,7 +157,7 @@ class StepShapes:
                 yield part, StepShape(most if self.exact else padded(len(part), ROWS), tokens, width, self.exact)
         rows, most = step_rows(prompts, TILE), self._prompt_sizes[-1][1] - 1
         while rows:
-            tokens = MOST if self.exact else prompt_step(min(MOST, sum(row.count for row in rows)))[2]
+            tokens = MOST if self.exact else least_cost(min(MOST, sum(row.count for row in rows)))[2]
             part, rows = _first(rows, tokens, most, whole=self.exact)
             length = sum(row.count for row in part)
             size = next(size for size in self._prompt_sizes if length <= size[0] and len(part) < size[1])
@@ -171,16 +174,35 @@ class StepShapes:
 
 
 @cache
-def prompt_step(tokens: int) -> tuple[float, int, int]:
-    """Return how to compute up to MOST tokens of prompts soonest: its cost, number of steps, and the first one's size.
+def least_cost(tokens: int) -> tuple[float, int, int]:
+    """Return how to compute so many tokens of prompts soonest: its cost, number of steps, and the first one's size.
 
     A step costs at least 1, and as much more as it has more than RIDGE tokens: padding may cost more than another step.
     """
+    if tokens > MOST:
+        steps, rest = divmod(tokens, MOST)
+        cost, more = least_cost(rest)[:2] if rest else (0.0, 0)
+        return steps * MOST / RIDGE + cost, steps + more, MOST
     found = []
     for size in reversed(PROMPTS):
-        cost, steps = (0.0, 0) if size >= tokens else prompt_step(tokens - size)[:2]
+        cost, steps = (0.0, 0) if size >= tokens else least_cost(tokens - size)[:2]
         found.append((max(1.0, size / RIDGE) + cost, 1 + steps, size))
     return min(found, key=lambda way: way[:2])
+
+
+def _joins(decoding: Sequence[tuple[int, Segment]], prompts: Sequence[tuple[int, Segment]], token_share: float) -> bool:
+    """Return whether rows that decode are computed sooner in a step of prompts, which reads the weights anyway.
+
+    There each is a tile of its own. So rows with drafts have a step of theirs, as all of its logits are wanted, and so
+    do rows whose keys and values take long to read: tiles are not split among cores.
+    """
+    counts = [segment.count for _, segment in decoding]
+    if not counts or max(counts) > 1 or len(counts) + len(prompts) >= SPARE:
+        return False
+    if sum(segment.start for _, segment in decoding) * token_share > LONG:
+        return False
+    waiting = sum(segment.count for _, segment in prompts)
+    return least_cost(waiting + len(counts))[0] < 1 + least_cost(waiting)[0]
 
 
 def _first(rows: Sequence[StepRow], tokens: int, most: int, *, whole: bool) -> tuple[list[StepRow], list[StepRow]]:

@@ -212,7 +212,7 @@ class Model:
 
     @property
     def computes_prompts_apart(self) -> bool:
-        """Whether a step computes prompts in a forward of their own, beside the one of decoding rows."""
+        """Whether prompts take no room from decoding rows: a forward becomes several steps where that is sooner."""
         return self.steps is not None
 
     def forget_steps(self) -> None:
