@@ -79,7 +79,7 @@ def benchmark(
     if plugins:
         use_plugins([str(path) for path in plugins], known_methods)
     chosen = choose_for_input(with_columns(checked_config(config))[0]).config
-    plan = make_plan(chosen, list(methods), list(batch_sizes), [], [], [], [], [])
+    plan = make_plan(chosen, list(methods), list(batch_sizes))
     for method in dict.fromkeys(candidate.config.speculation.method for candidate in plan):
         if is_local(method):
             raise ConfigError(

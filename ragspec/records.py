@@ -132,6 +132,11 @@ class Request:
     thinking: Thinking | None = None
     hear: Hear | None = None
 
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of prompt and answer."""
+        return len(self.token_ids) + self.sampling.max_new_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -124,22 +124,11 @@ def judge(divergence: Divergence, referee: Callable[[], Referee]) -> Verdict:
 
     referee: returns the referee, loaded on first use.
     """
+    where = divergence.id, divergence.position, divergence.plain, divergence.speculative
     if divergence.plain is None or divergence.speculative is None:
-        return Verdict(
-            divergence.id, divergence.position, divergence.plain, divergence.speculative, None, None, 0.0, False
-        )
+        return Verdict(*where, None, None, 0.0, False)
     shortfall, plain_shortfall, noise = referee().judge(divergence)
-    tie = max(shortfall, plain_shortfall) <= SAFETY * noise
-    return Verdict(
-        divergence.id,
-        divergence.position,
-        divergence.plain,
-        divergence.speculative,
-        shortfall,
-        plain_shortfall,
-        noise,
-        tie,
-    )
+    return Verdict(*where, shortfall, plain_shortfall, noise, max(shortfall, plain_shortfall) <= SAFETY * noise)
 
 
 # -- bits ------------------------------------------------------------------------------------------

@@ -97,10 +97,9 @@ def roofline(device: str, dtype: str) -> Roofline | None:
     square = torch.ones(MATRIX_SIDE, MATRIX_SIDE, dtype=kind, device=device)
     products: list[Callable[[], Any]] = [lambda: square @ square]
     if device == "cpu" and kind == torch.float32:
-        from ragspec.engine.model.weight_layouts import (
-            makers,  # torch's own product may be a fifth slower than oneDNN's
-        )
+        from ragspec.engine.model.weight_layouts import makers
 
+        # torch's own product may be a fifth slower than oneDNN's
         products = [partial(make(square), square, None) for make in makers(None).values()]
     return Roofline(
         bytes_per_s=READ_BYTES / min(best(lambda: block), best(lambda: block.view(-1, MATRIX_SIDE) @ square[0])),

@@ -24,7 +24,7 @@ from ragspec.benchmark.comparison import format_ratio, graded, paired, sides
 from ragspec.benchmark.frontier import TRIES, allowed, frontier, points, variants
 from ragspec.benchmark.plan import Candidate, check_input, make_plan
 from ragspec.benchmark.process import Worker, open_worker
-from ragspec.benchmark.results import Pass
+from ragspec.benchmark.results import RECORD_SPEED, SPEED, Pass
 from ragspec.config.redaction import by_name
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, ModelError, did_you_mean
@@ -151,7 +151,8 @@ def _try_variants(
                 workers.append(stack.enter_context(open_worker(candidate, folder, limit, console)))
             except (ConfigError, ModelError) as error:  # a variant that cannot run here is only ruled out
                 refused[candidate.name] = str(error)
-        failed = _time_rounds(workers, deadline, speeds, console, lambda workers, speeds: workers, _records_per_s)
+        # answers may differ in length
+        failed = _time_rounds(workers, deadline, speeds, console, lambda workers, speeds: workers, RECORD_SPEED)
         answers = {worker.candidate.name: worker.answers for worker in workers}
     for name, count in failed.items():
         if count > failed[tuned.winner.name]:
@@ -167,26 +168,17 @@ def _try_variants(
     return replace(tuned, winner=chosen.candidate, evidence=[*tuned.evidence, *evidence], verdict=verdict)
 
 
-def _tokens_per_s(figures: Pass) -> float | None:
-    return figures.tokens_per_s
-
-
-def _records_per_s(figures: Pass) -> float | None:
-    """Return the speed to compare where answers may differ in length."""
-    return figures.records_per_s
-
-
 def _time_rounds(
     workers: list[Worker],
     deadline: float,
     speeds: Speeds,
     console: Console,
     keep: Callable[[list[Worker], Speeds], list[Worker]],
-    speed: Callable[[Pass], float | None] = _tokens_per_s,
+    metric: str = SPEED,
 ) -> dict[str, int]:
     """Time rounds until the deadline, at least one, while two candidates are left; return failed records by name.
 
-    keep: returns the workers of the next round. speed: of a pass.
+    keep: returns the workers of the next round. metric: the speed to compare, of a Pass.
     """
     number, took = 0, 0.0
     failed: dict[str, int] = {}
@@ -194,7 +186,7 @@ def _time_rounds(
         number += 1
         started = time.monotonic()
         for name, figures in _time_round(workers, number, console).items():
-            speeds[name].append(speed(figures))
+            speeds[name].append(getattr(figures, metric))
             failed[name] = figures.failed
         took = time.monotonic() - started
         workers = keep(workers, speeds)

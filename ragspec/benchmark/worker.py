@@ -23,7 +23,7 @@ from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.config.sections import ScaleConfig
 from ragspec.errors import RagspecError
-from ragspec.inputs.base import Source, count_of
+from ragspec.inputs.base import Source, within
 from ragspec.inputs.sources import open_source
 from ragspec.json_text import dumps, loads
 from ragspec.outputs.journal import Journal
@@ -107,7 +107,7 @@ def _records(config: RunConfig, limit: int | None) -> int | None:
     """Return how many records a pass answers, None if unknown."""
     assert config.input is not None
     with open_source(config.input) as rows:
-        return count_of(rows, limit)
+        return within(limit, rows.count())
 
 
 def _run_pass(session: Session, output: Path, limit: int | None, pool: WorkerPool | None = None) -> Pass:

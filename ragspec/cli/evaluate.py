@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragspec.cli.options import Columns, Debug, Format, Set, input_of, overrides, print_table, set_debug
+from ragspec.cli.options import Columns, Debug, Format, Set, input_of, overrides, print_table, quiet_pipe, set_debug
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +59,6 @@ def evaluate(
 
     import orjson
 
-    from ragspec.cli.options import quiet_pipe
     from ragspec.cli.tables import print_notes, stderr
     from ragspec.errors import ConfigError
     from ragspec.json_text import dumps

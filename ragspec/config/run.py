@@ -27,23 +27,12 @@ SAME_ARGS = {"batch_size", "lookahead", "revision", "trust_remote_code"}  # same
 LATER = {  # keys that older outputs lack
     "speculation": ("draft_model_args",),
     "sampling": (
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-        "n",
-        "min_new_tokens",
-        "ignore_eos",
-        "stop_token_ids",
+        *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "n"),
+        *("min_new_tokens", "ignore_eos", "stop_token_ids"),
     ),
     "prompt": (
-        "max_passages",
-        "order",
-        "keep_first",
-        "show_ranks",
-        "order_window",
-        "chat_template_kwargs",
-        "split_reasoning",
+        *("max_passages", "order", "keep_first", "show_ranks", "order_window"),
+        *("chat_template_kwargs", "split_reasoning"),
     ),
 }
 SEARCH_KEYS = ("top_k", "mode", "candidates", "reranker_model", "order")
@@ -75,7 +64,8 @@ class RunConfig(Section):
 
     def args(self) -> RunnerArgs:
         """Return `runner_args` as the runner's model; for `auto`, of the first candidate. Raises ConfigError."""
-        return self._args_of(self.runners()[0])
+        model = runners.module(self.runners()[0]).Args
+        return cast(RunnerArgs, validate(model, self.runner_args, "config", "runner_args"))
 
     def runners(self) -> list[str]:
         """Return the runner, or the candidates of `auto` that support the method and `runner_args`.
@@ -88,9 +78,6 @@ class RunConfig(Section):
         if HF in able and not self.runner_args.keys() <= SAME_ARGS:
             return [HF]
         return able
-
-    def _args_of(self, word: str) -> RunnerArgs:
-        return cast(RunnerArgs, validate(runners.module(word).Args, self.runner_args, "config", "runner_args"))
 
     def devices(self) -> int:
         """Return how many GPUs one engine uses."""

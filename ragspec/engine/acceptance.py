@@ -129,7 +129,7 @@ def _processed(places: Sequence[Place], logits: torch.Tensor, masks: Masks | Non
     indices = [at for place in places for at in range(place.at, place.end)]
     rows = logits[torch.tensor(indices, device=logits.device)]
     if masks is not None:
-        rows = masks.applied_at(rows, indices)
+        rows = masks.applied(rows, indices)
     return processed(rows, [Positions(place.item.row, place.item.draft.token_ids) for place in places])
 
 

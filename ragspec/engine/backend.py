@@ -249,7 +249,7 @@ class EngineBackend:
         room = self._room()
         rows = self._rows
         if rows is None:
-            rows, why = choose_rows(head, room, self._model.device, self._most, all_at_once=self._all_at_once)
+            rows, why = choose_rows(head, room, self._most, all_at_once=self._all_at_once)
             self.notes.add(why)
         self.batch_size = rows
         if self._prefixes is not None:
@@ -285,14 +285,14 @@ class EngineBackend:
     def _engine(self, rows: int, room: KvBudget, stored: StoredPrefixes | None = None) -> Engine:
         self._model.resize(rows)
         self._proposers: dict[str, Proposer] = {}
-        for name in self._candidates:
+        for name in self._candidates:  # JOINED, the last, takes the one of "context" from there
             self._proposers[name] = self._proposer(name, rows)
-        several = self._trial is not None and len(self._proposers) > 1
+        proposer = next(iter(self._proposers.values()))
+        if self._trial is not None and len(self._proposers) > 1:
+            proposer = AutoProposer(self._proposers, self._trial)
         return Engine(
             self._model,
-            AutoProposer(self._proposers, self._trial)
-            if several and self._trial
-            else next(iter(self._proposers.values())),
+            proposer,
             self._tokenizer,
             self._eos,
             EngineSettings(

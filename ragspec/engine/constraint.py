@@ -1,7 +1,7 @@
 """Grammars in a step: which tokens may follow at each position of each draft.
 
     >>> constraint.greedy(row.grammar, draft, best, logits)
-    >>> constraint.masks(work).applied(logits[at:end], at)
+    >>> constraint.masks(work).applied(logits[at:end], range(at, end))
 
 Masks are applied to the model's logits before anything else changes them; minus infinity stays so. Rows that sample or
 have processors get their masks in one call; greedy rows one by one, and only where the best token is not allowed.
@@ -32,12 +32,8 @@ class Masks:
     bits: np.ndarray
     clock: Clock
 
-    def applied(self, logits: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return logits, (n, vocab), of the rows from `start`, with minus infinity for tokens that are not allowed."""
-        return self.applied_at(logits, range(start, start + len(logits)))
-
-    def applied_at(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Do the same for the given rows."""
+    def applied(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Return logits, (n, vocab), of the given rows, with minus infinity for tokens that are not allowed."""
         started = time.perf_counter()
         masked = _laid(self.bits[list(rows)], logits)
         self.clock.masks_s += time.perf_counter() - started
@@ -120,7 +116,7 @@ class Constraint:
         started = time.perf_counter()
         bits = grammar.mask(guesses)
         self._clock.masks_s += time.perf_counter() - started
-        return logits if bits is None else Masks(bits, self._clock).applied(logits)
+        return logits if bits is None else Masks(bits, self._clock).applied(logits, [0])
 
     def _fill(self, plain: list[Any], drafted: list[Any], bits: np.ndarray) -> None:
         from llguidance import LLExecutor

@@ -291,7 +291,7 @@ class Engine:
             timer.planned(self._drafting.asking_s)
             if self._space is not None:
                 work, unfit = self._space.make_room(scheduler, work)
-            fits = self._reserve(scheduler, work)
+            fits = self._grow(scheduler, max((item.slots for item in work), default=0))
         except MAY_BE_MEMORY as error:
             failure = out_of_memory(error)
         if failure is not None:  # outside of the handler, since the error keeps allocations alive
@@ -376,10 +376,6 @@ class Engine:
         read = self._sharing.read(rows) if costs and self._model.kernels else 1.0
         for cost in costs:
             cost.read = read
-
-    def _reserve(self, scheduler: Scheduler, work: Sequence[ScheduledRequest]) -> bool:
-        """Grow the cache for this step, and some steps more; return whether there is memory for it."""
-        return self._grow(scheduler, max((item.slots for item in work), default=0))
 
     def _grow(self, scheduler: Scheduler, slots: int) -> bool:
         """Grow the cache to `slots` tokens a row, and some more; return whether there is memory for it."""

@@ -46,7 +46,7 @@ class StepTimer:
         self._started = time.perf_counter()
         self._planned, self._asking = self._started, 0.0
         self._aside = 0.0  # seconds of others' work
-        self._settling = 0.0  # seconds of drafting after the launch, of which the forward knows nothing
+        self.settling_s = 0.0  # of drafting after the launch, for which the step waits; no part of the forward
         self._overlapped = 0.0  # the same beside a device that computes
 
     @contextmanager
@@ -69,12 +69,7 @@ class StepTimer:
             if overlapped:
                 self._overlapped += spent
             else:
-                self._settling += spent
-
-    @property
-    def settling_s(self) -> float:
-        """Return the seconds of drafting for which the step waited after its launch."""
-        return self._settling
+                self.settling_s += spent
 
     def planned(self, asking_s: float) -> None:
         """Mark the start of the forward. asking_s: seconds before it in which drafters were asked."""
@@ -93,8 +88,8 @@ class StepTimer:
         if not tokens + prefill:
             return spent
         share = tokens / (tokens + prefill)
-        forward_s = ended - self._planned - self._settling
-        clock.drafting_s += self._asking + self._settling
+        forward_s = ended - self._planned - self.settling_s
+        clock.drafting_s += self._asking + self.settling_s
         clock.drafting_overlapped_s += self._overlapped
         clock.prompt_tokens += prefill
         clock.decode_s += share * spent

@@ -92,11 +92,6 @@ class WaitingRequest:
         """The base with which its row starts (RequestState.base)."""
         return self.row.base if self.row else len(self.tokens)
 
-    @property
-    def most(self) -> int:
-        """Maximum number of tokens of its row."""
-        return len(self.request.token_ids) + self.request.sampling.max_new_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
@@ -176,8 +171,12 @@ class Scheduler:
         rows = sorted(self.rows(), key=lambda row: (row is not first, row.started))
         self._clear(places)
         for row in reversed(rows):
-            row.place, row.computed = -1, 0
-            self._queue.appendleft(WaitingRequest(row.request, next(self._groups), row))
+            self._wait_first(row)
+
+    def _wait_first(self, row: RequestState) -> None:
+        """Let a row, which loses its slot, wait at the head of the queue."""
+        row.place, row.computed = -1, 0
+        self._queue.appendleft(WaitingRequest(row.request, next(self._groups), row))
 
     def preempt_youngest(self) -> tuple[int, RequestState]:
         """Move the row that started last to the head of the queue; return the slot that it had, and the row."""
@@ -185,8 +184,7 @@ class Scheduler:
         number = row.place
         self.places[number] = CacheRow()
         self._free.append(number)
-        row.place, row.computed = -1, 0
-        self._queue.appendleft(WaitingRequest(row.request, next(self._groups), row))
+        self._wait_first(row)
         return number, row
 
     def forget_oldest(self) -> int | None:
@@ -198,8 +196,8 @@ class Scheduler:
 
     def widen(self, most: int) -> int:
         """Add slots, up to `most`, while every row could finish in them; return how many there are."""
-        needs = [len(row.request.token_ids) + row.request.sampling.max_new_tokens for row in self.rows()]
-        longest = max([*needs, *(waiting.most for waiting in islice(self._queue, 1))], default=1)
+        requests = [*(row.request for row in self.rows()), *(waiting.request for waiting in islice(self._queue, 1))]
+        longest = max((request.most_tokens for request in requests), default=1)
         fit = most if self._beside else self._room.rows(longest)
         for _ in range(len(self.places), min(most, fit)):
             self._free.append(len(self.places))
@@ -215,7 +213,7 @@ class Scheduler:
         """Return the longest prompt among rows and queue, and the most tokens that one of them may reach."""
         requests = [*(row.request for row in self.rows()), *(waiting.request for waiting in self._queue)]
         prompt = max((len(request.token_ids) for request in requests), default=0)
-        return prompt, max((len(r.token_ids) + r.sampling.max_new_tokens for r in requests), default=0)
+        return prompt, max((request.most_tokens for request in requests), default=0)
 
     def admit(self) -> list[Start | Failure]:
         """Assign free slots to waiting requests, each with the longest prefix that some slot holds.

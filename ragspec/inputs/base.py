@@ -178,11 +178,6 @@ class Source(AbstractContextManager["Source"], Protocol):
         """Return a new source of the same rows, None if they can be read only once (a pipe)."""
 
 
-def count_of(source: Source, limit: int | None) -> int | None:
-    """Return how many of the first `limit` rows exist; None if the source does not know its size."""
-    return within(limit, source.count())
-
-
 def within(limit: int | None, count: int | None) -> int | None:
     """Return `count` capped at `limit`; None if `count` is None."""
     return count if limit is None or count is None else min(count, limit)

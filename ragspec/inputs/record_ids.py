@@ -20,11 +20,11 @@ GENERATED = re.compile(r"(line-)*[0-9]+")  # the form of a generated id
 class KeySet:
     """A set of strings or bytes on disk, about 3 microseconds per key. SQLite deletes its temporary file at exit."""
 
-    def __init__(self, cache_mib: int = 16) -> None:
+    def __init__(self) -> None:
         self._db = sqlite3.connect("", isolation_level=None)
         self._db.execute("PRAGMA journal_mode = OFF")
         self._db.execute("PRAGMA synchronous = OFF")
-        self._db.execute(f"PRAGMA cache_size = -{cache_mib * 1024}")
+        self._db.execute("PRAGMA cache_size = -16384")  # KiB
         self._db.execute("CREATE TABLE keys (key PRIMARY KEY) WITHOUT ROWID")
         self._db.execute("BEGIN")
 

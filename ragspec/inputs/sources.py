@@ -43,7 +43,8 @@ KINDS = {
     "arrow": (".arrow", ".feather", ".ipc"),
 }
 SAVED = "dataset_info.json", "dataset_dict.json"  # files in a folder written by save_to_disk
-UNLISTED = {"text"}  # in a folder, such a file may be anything
+# endings of files of records in a folder, where a text may be anything
+LISTED = tuple(ending for kind, endings in KINDS.items() if kind != "text" for ending in endings)
 SIDECARS = {"run.json", "stats.json", "manifest.json"}  # in a folder of answers of ragspec 0.2 or before
 
 
@@ -98,6 +99,17 @@ def size_of(config: InputConfig | None) -> int | None:
     return sum(path.stat().st_size for path in files) if files else None
 
 
+def known_rows(config: InputConfig | None) -> int | None:
+    """Return the number of an input's rows; None if it is unknown, as that of a pipe, which is not opened."""
+    if config is None or size_of(config) is None:
+        return None
+    try:
+        with open_source(config) as source:
+            return source.count()
+    except ConfigError:  # reported when the input is opened for the run
+        return None
+
+
 def _local(config: InputConfig | None) -> list[Path]:
     """Return an input's files if all are local and can be read again, else an empty list."""
     if config is None or config.is_stdin or config.format == "dataset":
@@ -141,15 +153,14 @@ def _record_files(folder: str, names: Iterable[str]) -> list[str]:
     """Return the names in a folder that may be files of records. Raises ConfigError if there are none."""
     files = records_among(names)
     if not files:
-        shown = ", ".join(ending for kind, endings in KINDS.items() if kind not in UNLISTED for ending in endings)
+        shown = ", ".join(LISTED)
         raise ConfigError(f"{folder}: the folder has no file that could be records ({shown}, compressed or not)")
     return files
 
 
 def records_among(names: Iterable[str]) -> list[str]:
     """Return the names of possible files of records, sorted, without hidden files and files of an output."""
-    plain = tuple(ending for kind, endings in KINDS.items() if kind not in UNLISTED for ending in endings)
-    endings = plain + tuple(f"{ending}{packed}" for ending in plain for packed in PACKED)
+    endings = LISTED + tuple(f"{ending}{packed}" for ending in LISTED for packed in PACKED)
     return sorted(
         name
         for name in names
@@ -165,7 +176,7 @@ def records_among(names: Iterable[str]) -> list[str]:
 class CombinedSource:
     """Several sources read one after the other, with rows numbered through.
 
-        >>> for row in CombinedSource([partial(JsonlSource, "a.jsonl"), partial(JsonlSource, "b.jsonl")]): row.number
+        >>> for row in CombinedSource([partial(TextSource, "a.jsonl"), partial(TextSource, "b.jsonl")]): row.number
 
     Every file is opened in the constructor, to check it, and again when its turn comes. once: reading again would mean
     another download. Limit: no pipes.

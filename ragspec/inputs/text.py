@@ -31,9 +31,8 @@ from ragspec.json_text import JSONDecodeError, loads
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 OPEN = (b"{", b"[", b",", b":")  # last bytes of a line of JSON that continues on the next line
 OTHERS = "\t;|"  # delimiters of a .csv other than the comma
-RECORDS = re.compile(
-    rb'\[\s*(\{|\]\s*$)|\{\s*["}]'
-)  # how JSON begins that can be records; a question may begin "[1] ..."
+# how JSON begins that can be records; a question may begin "[1] ..."
+RECORDS = re.compile(rb'\[\s*(\{|\]\s*$)|\{\s*["}]')
 
 
 class Reader(Protocol):
@@ -272,13 +271,6 @@ def _not_text(kind: str, format: str, *, pipe: bool) -> str:
 LONGEST = 256 << 20  # bytes of a line
 ENDLESS = 16 * LONGEST  # bytes after which the run ends
 PIECE = 1 << 20  # lines are read in pieces, so that an endless one is noticed before it fills the memory
-
-
-class JsonlSource(TextSource):
-    """The lines of a file or of stdin that is known to be JSON Lines."""
-
-    def __init__(self, path: str, *rest: Any, **more: Any) -> None:
-        super().__init__(path, *rest, **{**more, "format": "jsonl"})
 
 
 class QuestionReader:

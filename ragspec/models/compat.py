@@ -159,8 +159,6 @@ def restart_length(model: Any) -> int | None:
 
     Phi-3 and its relatives do so when an answer outgrows the short frequencies, in the model's own code.
     """
-    import torch
-
     for kind, limit in kinds_of(length_dependent(model)):
         if kind == "longrope":
             text = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)

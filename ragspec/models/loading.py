@@ -90,7 +90,6 @@ def load_model(
     device: str,
     dtype: str,
     num_gpus: int | None = None,
-    revision: str | None = None,
     trust_remote_code: bool = False,
     extra: dict[str, Any] | None = None,
     args_key: str = "runner_args.model_args",
@@ -102,7 +101,6 @@ def load_model(
         device: a torch device.
         dtype: "auto" is float32 on a CPU, and the model's own elsewhere.
         num_gpus: GPUs to spread the model over, if more than one.
-        revision: a branch, tag or commit on the hub.
         trust_remote_code: the model's own code may run.
         extra: further from_pretrained arguments.
         args_key: the config key of `extra`, for messages.
@@ -122,7 +120,7 @@ def load_model(
         placement = {"device_map": "auto", "max_memory": {i: torch.cuda.mem_get_info(i)[0] for i in gpus}}
     kwargs = {
         "dtype": dtype,
-        "revision": revision or "main",
+        "revision": source.revision or "main",
         "trust_remote_code": trust_remote_code,
         "use_safetensors": True,
         **placement,

@@ -152,14 +152,8 @@ def generated_logprobs(output: Any, row: int, chosen: list[int], most: int | Non
 
 # -- generation_config -----------------------------------------------------------------------------
 
-# keys of generation_config -> keys of `sampling` that override them
-OVERRIDDEN = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-}
+# keys of generation_config that those of `sampling` override
+OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # keys that the processors implement: they change logits and nothing else
 SERVED = (
     "sequence_bias", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
@@ -290,13 +284,13 @@ class GenerationRules:
         parts = []
         if own.get("do_sample") and greedy:
             parts.append("sampling instead of greedy decoding")
-        for theirs, ours in OVERRIDDEN.items():
-            value = own.get(theirs)
-            if value is None or value == getattr(sampling, ours) or (greedy and theirs != "repetition_penalty"):
+        for key in OVERRIDDEN:
+            value = own.get(key)
+            if value is None or value == getattr(sampling, key) or (greedy and key != "repetition_penalty"):
                 continue
-            if theirs in ("top_k", "min_p") and not value:
+            if key in ("top_k", "min_p") and not value:
                 continue
-            parts.append(f"{theirs} {value}")
+            parts.append(f"{key} {value}")
         return ", ".join(parts)
 
 

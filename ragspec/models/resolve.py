@@ -69,11 +69,11 @@ def resolve(name: str, revision: str | None = None, key: str = "model") -> Model
     return _on_hub(name, revision, key)
 
 
-def check_exists(name: str, revision: str | None = None, key: str = "model") -> None:
-    """Raise ConfigError led by `key` for a name that no model has, here or on the hub; soon, as nothing is imported."""
+def check_exists(name: str, revision: str | None = None) -> None:
+    """Raise ConfigError for a `model` that is neither here nor on the hub; fast: transformers is not imported."""
     path = Path(name).expanduser()
     if name != DEMO and path.suffix != ".gguf" and not path.is_dir():
-        resolve(name, revision, key)
+        resolve(name, revision)
 
 
 def _on_hub(name: str, revision: str | None, key: str) -> ModelSource:

@@ -257,9 +257,8 @@ class MaskedTokenizer:
     def __init__(self, inner: Any, controls: Mapping[str, int]) -> None:
         from tokenizers import Tokenizer
 
-        nonce = secrets.token_hex(
-            8
-        )  # makes names unguessable; first and last characters stay, as they affect neighbours
+        # makes names unguessable; first and last characters stay, as they affect neighbours
+        nonce = secrets.token_hex(8)
         self._names = {word: f"{word[0]}{nonce}{place:06x}{word[-1]}" for place, word in enumerate(controls)}
         described = orjson.loads(inner.backend_tokenizer.to_str())
         backend = Tokenizer.from_str(orjson.dumps(_renamed(described, self._names)).decode())

@@ -29,12 +29,7 @@ from ragspec.outputs.ledger import Drop, Finished
 
 # -- Parquet ---------------------------------------------------------------------------------------
 
-AS_JSON = (
-    "metadata",
-    "logprobs",
-    "parsed",
-    "passages",
-)  # fields whose type depends on the record, stored as JSON texts
+AS_JSON = ("metadata", "logprobs", "parsed", "passages")  # their types depend on the record: stored as JSON texts
 FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens", "request", "config"]  # what Finished needs
 
 
@@ -270,7 +265,5 @@ def check_ending(path: str, format: str = "auto") -> None:
 
 def _unknown(name: str) -> str:
     """Return the ending of a file's name if it is a word but no format, such as ".jsnol"; else ""."""
-    ending = PurePath(name).suffix
-    return (
-        "" if not ENDING.fullmatch(ending) or ending in (*LINES, *PACKINGS, *UNSAID, CSV, LANCE, ".parquet") else ending
-    )
+    ending, known = PurePath(name).suffix, (*LINES, *PACKINGS, *UNSAID, CSV, LANCE, ".parquet")
+    return ending if ENDING.fullmatch(ending) and ending not in known else ""

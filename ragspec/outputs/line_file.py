@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -106,6 +106,20 @@ class LineFile:
         self._file.close()
         self._file = fresh
 
+    def keep_only(self, stays: Callable[[Finished], bool]) -> list[Finished]:
+        """Remove all other lines, and return what those that stay finish."""
+        kept: list[Finished] = []
+
+        def lines() -> Iterator[bytes]:
+            for _, line in self:
+                found = Finished.of(line)
+                if stays(found):
+                    kept.append(found)
+                    yield line
+
+        self.replace(lines())
+        return kept
+
     def move_aside(self, number: int) -> None:
         """Rename the file to NAME.number and start an empty one."""
         self.path.rename(self.path.with_name(f"{self.path.name}.{number}"))
@@ -126,6 +140,13 @@ class LineFile:
     def close(self) -> None:
         """Close the file and release the lock."""
         self._file.close()
+
+    def close_or_remove(self) -> None:
+        """Close the file, and delete it if empty."""
+        if self.size:
+            self.close()
+        else:
+            self.remove()
 
 
 def write_all(file: IO[bytes] | Any, data: bytes) -> None:
@@ -303,10 +324,7 @@ class Spill:
     def close(self) -> None:
         """Close the file, and delete it if empty."""
         if self._file:
-            if self._file.size:
-                self._file.close()
-            else:
-                self._file.remove()
+            self._file.close_or_remove()
 
     def _read(self, place: SpillPosition) -> bytes:
         assert self._file is not None

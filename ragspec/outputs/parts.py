@@ -86,16 +86,7 @@ class Parts:
                     sealed.add(found.key)
                 yield found
         self._spool.cut_torn_line()
-        kept: list[Finished] = []
-
-        def unsealed() -> Iterator[bytes]:
-            for _, line in self._spool:
-                found = Finished.of(line)
-                if found.key not in sealed and not (drop is not None and drop(found)):
-                    kept.append(found)
-                    yield line
-
-        self._spool.replace(unsealed())
+        kept = self._spool.keep_only(lambda found: found.key not in sealed and not (drop and drop(found)))
         self._waiting = len(kept)
         yield from kept
 

@@ -18,6 +18,8 @@ from ragspec.outputs import csv_file
 from ragspec.outputs.codecs import LANCE, line_of
 from ragspec.outputs.table import rows_of
 
+OUTPUT_HINT = "takes the output of a run: a file, a folder of parts, or a URL"
+
 
 def answer_lines(path: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of an output, whatever its format. Raises ConfigError."""
@@ -33,6 +35,15 @@ def answer_lines(path: str) -> Iterator[dict[str, Any]]:
             value = json_object(row.value, source.where(row.number))
             texts = is_table or any(isinstance(value.get(key), str) for key in ("metadata", "logprobs", "passages"))
             yield line_of(value) if texts else value
+
+
+def answers_in(path: str) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    """Yield each line of an output with its id and its answer, None for an error line. Raises ConfigError."""
+    for line in answer_lines(path):
+        name, text = id_of(line), text_of(line)
+        if name is None or (text is None and "error" not in line):
+            raise ConfigError(f"{path}: not an output of ragspec: its lines need id and output")
+        yield name, text, line
 
 
 def json_object(value: Any, where: str) -> dict[str, Any]:

@@ -69,17 +69,7 @@ class LanceTable:
             if found.key is not None and not replaced:
                 committed.add(found.key)
                 yield found
-        kept: list[Finished] = []
-
-        def uncommitted() -> Iterator[bytes]:
-            for _, line in self._spool:
-                found = Finished.of(line)
-                if found.key not in committed and not (drop is not None and drop(found)):
-                    kept.append(found)
-                    yield line
-
-        self._spool.replace(uncommitted())
-        yield from kept
+        yield from self._spool.keep_only(lambda found: found.key not in committed and not (drop and drop(found)))
 
     def _rows(self) -> Iterator[Finished]:
         table = None if self._replacing.exists() else self._tables.open()
@@ -169,10 +159,7 @@ class LanceTable:
 
     def close(self) -> None:
         """Close the spool, and delete it if empty."""
-        if self._spool.size:
-            self._spool.close()
-        else:
-            self._spool.remove()
+        self._spool.close_or_remove()
 
 
 class Tables:

@@ -156,7 +156,7 @@ class FileTarget:
         self.state: RunState = FileState(path)
         self.statistics: Document = LocalDocument(sibling(path, STATISTICS))
 
-    def open(self) -> Appended:
+    def open(self) -> Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return Appended(self.path)
 
@@ -188,26 +188,19 @@ class CsvTarget(FileTarget):
         super().__init__(path)
         self._include = include
 
-    def open(self) -> CsvFile:
+    def open(self) -> Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return CsvFile(self.path, self._include)
 
 
-class TableTarget:
+class TableTarget(FileTarget):
     """A local Lance table, with its other files beside it."""
 
-    is_folder = False
-
     def __init__(self, path: str) -> None:
-        self.name = self.address = path
-        self.path = Path(path)
-        self.pending = sibling(path, PENDING)
-        self.updates = sibling(path, UPDATES)
-        self.state: RunState = FileState(path)
-        self.statistics: Document = LocalDocument(sibling(path, STATISTICS))
+        super().__init__(path)
         self._spool = self.path.with_name(self.path.name + table.SPOOL)
 
-    def open(self) -> table.LanceTable:
+    def open(self) -> Store:
         if self.path.exists() and not self.state.is_ours():
             raise ConfigError(
                 f"{self.name}: already exists, but has no {sibling(self.name, STATE).name} written by ragspec; "
@@ -226,14 +219,7 @@ class TableTarget:
         return [self.name, *kept] if (self.path / "_versions").is_dir() else kept
 
     def files(self) -> dict[str, Path]:
-        return {
-            "output": self.path,
-            "the run's state": sibling(self.name, STATE),
-            "the file of unfinished answers": self._spool,
-            "the file of waiting answers": self.pending,
-            "the file of an update's answers": self.updates,
-            "the statistics": sibling(self.name, STATISTICS),
-        }
+        return {**super().files(), "the file of unfinished answers": self._spool}
 
 
 def _endpoint(options: Mapping[str, Any]) -> list[Any]:

@@ -19,6 +19,7 @@ from ragspec.config.load import build_config
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError
 from ragspec.inputs.storage import advising
+from ragspec.outputs.reader import OUTPUT_HINT
 from ragspec.outputs.target import target_of
 from ragspec.quality.gates import Gate, Verdict, check_computed, check_gates, decide
 from ragspec.quality.graded import NAMED, REFUSAL, Answers, Graded, read_graded, read_questions
@@ -96,7 +97,6 @@ SCORES: dict[str, Score] = {
     "citation_precision": _cited(precision),
     "citation_recall": _cited(recall),
 }
-OUTPUT_HINT = "takes the output of a run: a file, a folder of parts, or a URL"
 JUDGED = "judged_right"  # per cent; only with a judge
 FAILED = "failed"  # per cent of the records without an answer
 CITATION_SCORES = ("citation_precision", "citation_recall")

@@ -14,7 +14,7 @@ from ragspec.inputs.record import REFERENCES, reference_texts
 from ragspec.inputs.record_ids import RecordIds
 from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
-from ragspec.outputs.reader import answer_lines, id_given, id_of, json_object, text_of, tokens_of
+from ragspec.outputs.reader import answers_in, id_given, json_object, tokens_of
 from ragspec.quality.metrics import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
@@ -31,7 +31,6 @@ REFUSAL = (
 class Graded:
     """One answer. cited: passage ids, None if it has neither citations nor a field for them. gold: ids to cite."""
 
-    id: str
     text: str
     references: tuple[str, ...]
     refuses: bool
@@ -80,10 +79,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
     except re.error as error:
         raise ConfigError(f"--refusal: not a regular expression: {error}") from None
     answers = Answers()
-    for line in answer_lines(path):
-        name, text = id_of(line), text_of(line)
-        if name is None or (text is None and "error" not in line):
-            raise ConfigError(f"{path}: not an output of ragspec: its lines need id and output")
+    for name, text, line in answers_in(path):
         if text is None:
             answers.failed.append(name)
             continue
@@ -97,7 +93,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
             answers.unusable.append(f"{name}: {problem}")
         if not found:
             answers.without.append(name)
-        answers.graded[name] = _graded(name, text, line, found, source, pattern)
+        answers.graded[name] = _graded(text, line, found, source, pattern)
     if not answers.graded and not answers.failed:
         raise ConfigError(f"{path}: contains no answers")
     if given and answers.graded and answers.graded.keys().isdisjoint(given):
@@ -124,7 +120,7 @@ def references_of(source: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
 
 
 def _graded(
-    name: str, text: str, line: Any, references: tuple[str, ...], source: Mapping[str, Any], refusal: re.Pattern[str]
+    text: str, line: Any, references: tuple[str, ...], source: Mapping[str, Any], refusal: re.Pattern[str]
 ) -> Graded:
     contexts = [str(each) for each in line.get("contexts") or []]
     gold = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
@@ -132,15 +128,8 @@ def _graded(
     wanted = formatted if gold is None else {id_given(each) or str(each) for each in gold}
     parsed = line.get("parsed")
     said = parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
-    return Graded(
-        name,
-        said,
-        references,
-        refusal.search(said) is not None,
-        tokens_of(line),
-        cited(text, parsed, contexts),
-        wanted,
-    )
+    refuses = refusal.search(said) is not None
+    return Graded(said, references, refuses, tokens_of(line), cited(text, parsed, contexts), wanted)
 
 
 def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:

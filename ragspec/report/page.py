@@ -201,6 +201,14 @@ def style() -> Markup:
     return Markup((files(__package__) / "page.css").read_text(encoding="utf-8"))  # noqa: S704
 
 
+def template(name: str) -> jinja2.Template:
+    """Return a page's template, which escapes what it is given."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string((files(__package__) / name).read_text(encoding="utf-8"))
+
+
 def write_report(results: Results, folder: Path, *, quote: bool = True) -> Path:
     """Write `folder`/report.html and return its path. quote: include answers, questions and passages."""
     path = folder / NAME
@@ -210,11 +218,7 @@ def write_report(results: Results, folder: Path, *, quote: bool = True) -> Path:
 
 def render(results: Results, *, quote: bool = True) -> str:
     """Return the page as HTML. quote: include answers, questions and passages."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string((files(__package__) / "page.html.jinja").read_text(encoding="utf-8"))
-    return template.render(
+    return template("page.html.jinja").render(
         results=results,
         summary=summary(results),
         figures=[

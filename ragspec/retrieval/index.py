@@ -195,7 +195,6 @@ class Writer:
     """A build in progress. Readers see nothing of it before `finish`."""
 
     def __init__(self, uri: str, options: dict[str, Any] | None, settings: Settings) -> None:
-        self._uri = uri
         self._database = connect(uri, options)
         self._settings = settings
         self._table: Any = None

@@ -99,7 +99,7 @@ class SharedOrder:
         self._read: list[ReadRow] = []  # rows of the window being read
         self._filled: list[ReadRow] = []  # rows of the oldest window that have their contexts
         self._missing: list[int] = []  # rows of each open window, oldest first
-        self._stage = Stage(session.retriever, _query_of, _with_hits) if session.retriever else None
+        self._stage = Stage(session.retriever, lambda read: read.task.query, _with_hits) if session.retriever else None
         self._tally = PassageTally()
         self._ratio = 0.0  # tokens per character
 
@@ -152,9 +152,8 @@ class SharedOrder:
         if not self._ratio and self._tally.total:
             self._ratio = passages.tokens_per_character(self._tokenizer)
             self._say(self._savings("is"))
-        return [
-            _with_order(window[i].task, passages, records[i], plan.orders[i]) for i in plan.sequence if window[i].wanted
-        ]
+        wanted = [(window[i].task, records[i], plan.orders[i]) for i in plan.sequence if window[i].wanted]
+        return [replace(task, record=passages.arranged(task.record, own, order)) for task, own, order in wanted]
 
     def _savings(self, verb: str) -> str:
         tally = self._tally
@@ -168,14 +167,6 @@ class SharedOrder:
 def _rows_read(limit: int | None, window: int, keeps_waiting: bool) -> int | None:
     """Return how many rows to read for `limit` answers: whole windows, but from a pipe only `limit`."""
     return limit if limit is None or keeps_waiting else -(-limit // window) * window
-
-
-def _with_order(task: RecordTask, passages: PassageNumbers, own: list[int], order: list[int]) -> RecordTask:
-    return replace(task, record=passages.arranged(task.record, own, order))
-
-
-def _query_of(read: ReadRow) -> str | None:
-    return read.task.query
 
 
 def _with_hits(read: ReadRow, hits: list[Any]) -> ReadRow:

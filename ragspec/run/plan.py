@@ -22,7 +22,7 @@ from ragspec.errors import ConfigError, RecordError
 from ragspec.host.cache import JsonCache
 from ragspec.host.machine import has_gpu
 from ragspec.inputs.feed import Feed
-from ragspec.inputs.sources import MemorySource, open_source, size_of
+from ragspec.inputs.sources import MemorySource, open_source
 from ragspec.outputs.answers import FailedRecord, RecordInFlight
 from ragspec.outputs.base import MemorySink
 from ragspec.outputs.journal import Journal
@@ -42,6 +42,7 @@ from ragspec.run.runner_choice import (
     asks_of,
     check_model,
     choose_for_input,
+    median_by_tokens,
     remember,
     setting_of,
     timing_of,
@@ -126,7 +127,7 @@ def make_plan(
     """Return the plan of a run. sample: answer so many records first, to measure. Raises ConfigError and ModelError."""
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE")
-    if size_of(config.input) is None and config.input.format != "dataset" and config.input.is_stdin:
+    if config.input.is_stdin and config.input.format != "dataset":
         raise ConfigError("plan reads its input before the run does; give a file with --input")
     with config.redactor().over_errors():
         check_model(config)
@@ -327,14 +328,8 @@ def _seconds(
         return tuple(Estimate(each, each / GUESS, each * GUESS) for each in (load, guess))  # type: ignore[return-value]
     loads = sorted((each.load_s or 0.0) + each.warmup_s for each in known)
     found = sorted((_one(each, prompts.value, outputs.value), each.tokens) for each in known)
-    half = sum(tokens for _, tokens in found) / 2
-    value = found[-1][0]
-    for seconds, tokens in found:  # the median by tokens: one run that was slowed down does not count
-        half -= tokens
-        if half <= 0:
-            value = seconds
-            break
-    return _range(loads[len(loads) // 2], loads), _range(value, [seconds for seconds, _ in found])
+    answering = _range(median_by_tokens(found), [seconds for seconds, _ in found])
+    return _range(loads[len(loads) // 2], loads), answering
 
 
 def _range(value: float, measured: Sequence[float]) -> Estimate:

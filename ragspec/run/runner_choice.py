@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from math import log
 from pathlib import Path
@@ -23,7 +23,7 @@ from ragspec.errors import ConfigError, flat
 from ragspec.host.cache import JsonCache, digest_of
 from ragspec.host.machine import gpu_capability, has_gpu, installed, machine
 from ragspec.inputs.base import within
-from ragspec.inputs.sources import open_source, size_of
+from ragspec.inputs.sources import known_rows, size_of
 from ragspec.models.resolve import check_exists, resolve, weights_bytes
 from ragspec.speculation.methods import AUTO, HF, VLLM, find
 from ragspec.stats import RunSummary
@@ -94,9 +94,9 @@ def setting_of(config: RunConfig) -> str:
 
 def speeds(config: RunConfig) -> dict[str, Speed]:
     """Return the known speeds of the config's model and settings on this machine, by runner."""
-    known = _read(SPEEDS.read(*_depends(config)))
+    known = timings(config)
     found = {word: known.get(_name(config, word)) for word in CHOICES}
-    return {word: _speed(timings) for word, timings in found.items() if timings}
+    return {word: _speed(runs) for word, runs in found.items() if runs}
 
 
 def usual_start_s(config: RunConfig) -> float | None:
@@ -168,17 +168,18 @@ def forget() -> int:
 def _speed(timings: Sequence[Timing]) -> Speed:
     loads = [timing.load_s for timing in timings if timing.load_s is not None]
     tokens = sum(timing.tokens for timing in timings)
-    return Speed(median(loads) if loads else None, _token_s(timings) if tokens else None, tokens, len(timings))
+    timed = [(timing.generate_s / timing.tokens, timing.tokens) for timing in timings if timing.tokens]
+    return Speed(median(loads) if loads else None, median_by_tokens(timed) if tokens else None, tokens, len(timings))
 
 
-def _token_s(timings: Sequence[Timing]) -> float:
-    """Return the median seconds per token, weighted by tokens, so that one slowed-down run does not count."""
-    ranked = sorted((timing.generate_s / timing.tokens, timing.tokens) for timing in timings if timing.tokens)
+def median_by_tokens(runs: Iterable[tuple[float, int]]) -> float:
+    """Return the median of figures, (figure, tokens) each, by tokens, so that one slowed-down run does not count."""
+    ranked = sorted(runs)
     half = sum(tokens for _, tokens in ranked) / 2
-    for token_s, tokens in ranked:
+    for figure, tokens in ranked:
         half -= tokens
         if half <= 0:
-            return token_s
+            return figure
     return ranked[-1][0]
 
 
@@ -255,13 +256,7 @@ def check_model(config: RunConfig) -> None:
 
 def choose_for_input(config: RunConfig, limit: int | None = None) -> RunnerChoice:
     """Return the choice for the first `limit` records of the config's input. A pipe is not opened."""
-    if config.runner != AUTO or config.input is None or size_of(config.input) is None:
-        return choose_runner(config, None)
-    try:
-        with open_source(config.input) as source:
-            return choose_runner(config, source.count(), limit=limit)
-    except ConfigError:  # reported when the input is opened for the run
-        return choose_runner(config, None)
+    return choose_runner(config, known_rows(config.input) if config.runner == AUTO else None, limit=limit)
 
 
 def choose_runner(

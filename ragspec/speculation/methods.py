@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from itertools import accumulate, takewhile
 from numbers import Integral
@@ -254,9 +255,9 @@ def plugins() -> dict[str, Callable[[DrafterSettings], Drafter]]:
     """Return the factories of external drafters by method name. Only files of `--plugin` are run for it."""
     load_plugins(register, registered)
     installed: dict[str, Callable[[Any], Drafter]] = {
-        point.name: _Installed(point) for point in entry_points(group=GROUP)
+        point.name: partial(_made_by, point) for point in entry_points(group=GROUP)
     }
-    return {name: _Guarding(name, make) for name, make in {**installed, **registered}.items()}
+    return {name: partial(GuardedDrafter, name, make) for name, make in {**installed, **registered}.items()}
 
 
 def methods_of_files() -> list[str]:
@@ -281,26 +282,10 @@ def any_faulty(drafters: Iterable[Drafter]) -> bool:
     return any(isinstance(drafter, GuardedDrafter) and drafter.note for drafter in drafters)
 
 
-class _Installed:
-    """An entry point, imported when its drafter is made."""
-
-    def __init__(self, point: EntryPoint) -> None:
-        self._point = point
-
-    def __call__(self, settings: DrafterSettings) -> Drafter:
-        made: Drafter = self._point.load()(settings)
-        return made
-
-
-class _Guarding:
-    """A factory that wraps drafters in a GuardedDrafter."""
-
-    def __init__(self, name: str, make: Callable[[Any], Drafter]) -> None:
-        self._name = name
-        self._make = make
-
-    def __call__(self, settings: DrafterSettings) -> Drafter:
-        return GuardedDrafter(self._name, self._make, settings)
+def _made_by(point: EntryPoint, settings: DrafterSettings) -> Drafter:
+    """Return the drafter of an entry point, whose module is imported only now."""
+    made: Drafter = point.load()(settings)
+    return made
 
 
 class GuardedDrafter:

@@ -106,7 +106,7 @@ class StepCost:
         bucket[0] += LEARN * (ratio - bucket[0])
         bucket[1] += 1
         number = tokens // BUCKET
-        self._own = _grown(self._own, number + 1, 1.0)
+        self._own = _grown(self._own, number + 1)
         self._own[number] = self._weighted(number)
 
     def costs(self, first: int, last: int, rows: int, reach: int) -> np.ndarray:
@@ -114,7 +114,7 @@ class StepCost:
         if len(self._curve_to) <= last:
             self._sizes = np.arange(2.0 * last + 1)
             self._curve_to = self._interpolate_all(self._sizes)
-        self._own = _grown(self._own, last // BUCKET + 1, 1.0)
+        self._own = _grown(self._own, last // BUCKET + 1)
         read = rows * self.read * self._per_row_slot
         attention = reach * (read + self._sizes[first : last + 1] * self._per_slot)
         own = (self._scale * self._own[first // BUCKET : last // BUCKET + 1]).repeat(BUCKET)[first % BUCKET :]
@@ -155,9 +155,9 @@ class StepCost:
         return found
 
 
-def _grown(values: np.ndarray, count: int, value: float) -> np.ndarray:
-    """Return an array of at least `count` values, the new ones `value`."""
-    return values if len(values) >= count else np.append(values, np.full(2 * count - len(values), value))
+def _grown(values: np.ndarray, count: int) -> np.ndarray:
+    """Return an array of at least `count` values, the new ones 1."""
+    return values if len(values) >= count else np.append(values, np.ones(2 * count - len(values)))
 
 
 # -- fitted cost -----------------------------------------------------------------------------------

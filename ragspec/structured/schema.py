@@ -118,15 +118,8 @@ LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipl
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # mappings name -> schema
 # keywords without effect on answers, including OpenAPI's, which schema generators write (pydantic: "discriminator")
 ANNOTATION_WORDS = (
-    "default",
-    "examples",
-    "description",
-    "title",
-    "$comment",
-    "discriminator",
-    "example",
-    "externalDocs",
-    "xml",
+    *("default", "examples", "description", "title", "$comment"),
+    *("discriminator", "example", "externalDocs", "xml"),
 )
 # formats that JSON Schema defines; others, such as password or binary, describe a text's use, not its form
 FORMATS = {
@@ -175,7 +168,7 @@ def _completed(schema: Any, passages: Sequence[Passage]) -> Any:
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
             found[key] = {name: _completed(inner, passages) for name, inner in value.items()}
-        elif _refers(key, value):
+        elif key == "enum" and isinstance(value, dict):  # a reference
             found[key] = _values(value, passages)
         elif key in (*VALUES, *ANNOTATION_WORDS) or key.startswith("x-"):
             found[key] = value
@@ -335,10 +328,6 @@ def inline(schema: Any) -> str:
     own = schema.get("x-guidance")
     spaced = {**schema, "x-guidance": {**SPACES, **(own if isinstance(own, dict) else {})}}
     return "%json " + dumps(spaced).decode()
-
-
-def _refers(key: str, value: Any) -> bool:
-    return key == "enum" and isinstance(value, dict)
 
 
 def _values(reference: dict[str, Any], passages: Sequence[Passage]) -> list[str]:

@@ -191,7 +191,7 @@ def test_a_row_that_goes_on_otherwise_no_longer_shares_its_prefix(words, rewritt
         long = 4 * SIZE + 1
         run([Segment(0, 0, long, alone=True)])
         for row in (1, 2, 3):
-            model.cache.copy(0, row, long)
+            model.cache.share_prefix(0, row, long)
         run([Segment(row, long, 1) for row in range(4)])
         run([Segment(rewritten, SIZE, 3 * SIZE + 2, alone=True)])
         run([Segment(rewritten, long + 1, 1)])

@@ -117,7 +117,7 @@ def test_memory_is_kept_for_the_next_run_where_it_is_little(monkeypatch, most):
 
 def bytes_per_token(model):
     model.logits([Segment(0, 0, 1)], [1], [0])
-    return model.cache.bytes_per_token
+    return model.cache.bytes_by_device().total()
 
 
 def run(model, tokenizer, requests, proposer=None, rows=4, room=None, **settings):

@@ -10,14 +10,14 @@ import zstandard
 from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs import text as jsonl
 from ragspec.inputs.content import FEED, ZstReader
-from ragspec.inputs.text import JsonlSource
+from ragspec.inputs.text import TextSource
 from tests.conftest import wide
 
 TEXT = b'{"id": 1}\n\n  \n{"id": 2}\r\n{"id": 3}'
 
 
 def values(path):
-    with JsonlSource(str(path)) as lines:
+    with TextSource(str(path), format="jsonl") as lines:
         return [(line.number, line.value) for line in lines]
 
 
@@ -84,9 +84,9 @@ def test_damaged_compressed_data_is_an_error_and_never_a_silent_end(tmp_path, na
 
 def test_missing_input_and_folder_are_known_on_opening(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
-        JsonlSource(str(tmp_path / "nowhere.jsonl"))
+        TextSource(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ConfigError, match="is a folder"):
-        JsonlSource(str(tmp_path))
+        TextSource(str(tmp_path))
 
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -102,7 +102,10 @@ def test_a_line_without_an_end_is_an_error_with_its_number_and_not_a_full_memory
     seen = []
     tracemalloc.start()
     try:
-        with JsonlSource(str(path)) as lines, pytest.raises(ConfigError, match=r":2: the line is longer than 0 GiB"):
+        with (
+            TextSource(str(path), format="jsonl") as lines,
+            pytest.raises(ConfigError, match=r":2: the line is longer than 0 GiB"),
+        ):
             seen += lines
     finally:
         peak = tracemalloc.get_traced_memory()[1]
@@ -126,7 +129,7 @@ def test_a_line_that_is_too_long_is_that_lines_error_and_the_others_are_read(tmp
     path = tmp_path / "in.jsonl"
     first, second = (b'{"query": "%s"}\n' % (letter * (5 << 20)) for letter in (b"x", b"y"))
     path.write_bytes(b'{"id": 1}\n' + first + second + first + b'{"id": 3}\n')
-    with JsonlSource(str(path)) as lines:
+    with TextSource(str(path), format="jsonl") as lines:
         rows = list(lines)
     assert [row.number for row in rows] == [1, 2, 3, 4, 5]
     assert [row.value for row in rows if isinstance(row.value, dict)] == [{"id": 1}, {"id": 3}]
@@ -183,5 +186,5 @@ def test_zeros_may_stand_between_the_streams_of_an_xz_file(tmp_path):
 def test_a_mark_is_no_part_of_a_lines_text(tmp_path, mark):
     path = tmp_path / "in.jsonl"
     path.write_bytes((mark + b' {"a": 1} \n') * 2)
-    with JsonlSource(str(path)) as lines:
+    with TextSource(str(path), format="jsonl") as lines:
         assert [(line.text, line.value) for line in lines] == [(b' {"a": 1} ', {"a": 1})] * 2

@@ -15,7 +15,7 @@ import pytest
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.inputs.feed import MOST, Feed
-from ragspec.inputs.text import JsonlSource
+from ragspec.inputs.text import TextSource
 from ragspec.run.generate import generate as run
 from tests.cli.test_cli import RAGSPEC, start_interruptible
 from tests.conftest import read_jsonl
@@ -185,7 +185,7 @@ def test_a_full_pipe_is_looked_at_as_far_ahead_as_a_file(tmp_path):
     assert len(data) > 1 << 16  # more than the pipe itself holds
     pipe = Pipe(tmp_path / "pipe")
     pipe.write(data, keep_open=True)
-    with JsonlSource(str(pipe.path)) as lines:
+    with TextSource(str(pipe.path), format="jsonl") as lines:
         feed = Feed(lines)
         feed.put_back([next(feed)])
         assert pipe.written.wait(PATIENCE_S)  # as it is while a model loads
@@ -203,7 +203,7 @@ def test_no_more_than_a_bound_is_read_ahead(tmp_path):
     size, held = len(question("q")), 1 << 18  # by the pipe itself, and by what reads and writes it
     pipe.write(question("q") * (3 * MOST))
     assert 2 * MOST * size > held
-    with JsonlSource(str(pipe.path)) as lines:
+    with TextSource(str(pipe.path), format="jsonl") as lines:
         live = iter(lines)
         next(live)
         before = -1
@@ -218,7 +218,7 @@ def test_no_more_than_a_bound_is_read_ahead(tmp_path):
 def test_half_a_line_is_not_there_yet(tmp_path):
     pipe = Pipe(tmp_path / "pipe")
     pipe.write(question("a") + b'{"id": "b", "que', keep_open=True)
-    with JsonlSource(str(pipe.path)) as lines:
+    with TextSource(str(pipe.path), format="jsonl") as lines:
         feed = Feed(lines)
         assert [line.value["id"] for line in feed.take(9, wait=True)] == ["a"]
         assert feed.take(9, wait=False) == []

@@ -22,7 +22,7 @@ def test_a_judge_that_thinks_may_do_so_as_its_config_says():
 
 
 def test_a_judge_sees_question_references_and_answer():
-    answers = {"q1": Graded("q1", "It was Ann.", ("Ann", "Ann Smith"), False), "q2": Graded("q2", "x", (), False)}
+    answers = {"q1": Graded("It was Ann.", ("Ann", "Ann Smith"), False), "q2": Graded("x", (), False)}
     asked = list(_asked(answers, {"q1": "Who?", "q2": "Why?"}))
     assert [each["id"] for each in asked] == ["q1"]
     assert all(text in asked[0]["query"] for text in ("Who?", "- Ann\n- Ann Smith", "It was Ann."))
@@ -48,7 +48,7 @@ def test_a_judge_is_the_model_alone():
 def test_real_verdicts_are_yes_or_no_and_agreement_is_told(tmp_path, tiny):
     judge = build_config({"model": str(tiny), "runner": "huggingface"})
     texts = ["Ann", "Bob", "salt", "no"]
-    graded = {f"q{i}": Graded(f"q{i}", text, ("Ann",), False) for i, text in enumerate(texts)}
+    graded = {f"q{i}": Graded(text, ("Ann",), False) for i, text in enumerate(texts)}
     found = verdicts(judge, graded, dict.fromkeys(graded, "Who?"))
     assert set(found) == set(graded)
     answers = write_jsonl(tmp_path / "out.jsonl", [{"id": name, "output": one.text} for name, one in graded.items()])

@@ -171,7 +171,7 @@ class BlockTables:
     def resize(self, rows: int, tokens: int | None = None) -> None:
         """Change the number of rows; blocks of rows that go are released, and of others what is beyond `tokens`."""
         for row, table in enumerate(self._tables):
-            self._release(row, 0 if row >= rows else len(table) if tokens is None else -(-tokens // self.size))
+            self.drop(row, 0 if row >= rows else len(table) if tokens is None else -(-tokens // self.size))
         kept = self.array[:rows]
         self._tables = self._tables[:rows] + [[] for _ in range(rows - len(self._tables))]
         self.array = np.zeros((rows, kept.shape[1]), dtype=np.int64)
@@ -190,7 +190,7 @@ class BlockTables:
         held = self._tables[donor][: whole + (rest > 0)]
         for block in held:
             self._pool.hold(block)
-        self._release(row)
+        self.drop(row)
         for block in held:
             self._append(row, block)
         return self._own(row, whole, rest) if rest else []
@@ -223,9 +223,13 @@ class BlockTables:
         """Return how many blocks these rows use."""
         return len(set().union(*(self._tables[row] for row in rows)))
 
-    def drop(self, row: int) -> None:
-        """Release a row's blocks."""
-        self._release(row)
+    def drop(self, row: int, kept: int = 0) -> None:
+        """Release all but the first `kept` blocks of a row."""
+        table = self._tables[row]
+        self.changes += 1
+        self.array[row, kept:] = 0
+        while len(table) > kept:
+            self._pool.release(table.pop())
 
     def _to_take(self, row: int, first: int, end: int) -> tuple[list[int], range]:
         """Return the places of the blocks that a row lacks: those that others use too, and those beyond its table."""
@@ -250,11 +254,3 @@ class BlockTables:
             self.array = np.pad(self.array, ((0, 0), (0, width)))
         self.array[row, len(table)] = block
         table.append(block)
-
-    def _release(self, row: int, kept: int = 0) -> None:
-        """Release all but the first `kept` blocks of a row."""
-        table = self._tables[row]
-        self.changes += 1
-        self.array[row, kept:] = 0
-        while len(table) > kept:
-            self._pool.release(table.pop())

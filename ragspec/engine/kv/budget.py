@@ -139,13 +139,13 @@ def keepable(device: torch.device) -> int:
 
 
 def choose_rows(
-    requests: Sequence[Request], room: KvBudget, device: torch.device, most: int, *, all_at_once: bool = False
+    requests: Sequence[Request], room: KvBudget, most: int, *, all_at_once: bool = False
 ) -> tuple[int, str]:
     """Return the number of rows for requests like these, and why. A few long ones are ignored.
 
     most: rows beyond which speed hardly grows. all_at_once: whether that limit is the number of records.
     """
-    needs = sorted(len(request.token_ids) + request.sampling.max_new_tokens for request in requests)
+    needs = sorted(request.most_tokens for request in requests)
     slots = needs[int(TYPICAL * (len(needs) - 1))]
     fit = max(1, room.rows(slots))
     need = f"rows of {slots:,} tokens, {room.bytes_per_token / 1024:,.0f} KiB per token"

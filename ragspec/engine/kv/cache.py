@@ -140,15 +140,12 @@ class RaggedCache(ModelCache):
         """kept: memory of an earlier cache, reused for the first layers if it is large enough."""
         self.kept = list(kept)
         self.rows = rows
-        self.slots = 0
         self._pool = RowBlocks(rows)
         self._tables = BlockTables(self._pool, rows, ROW_BLOCK)
         self._parts: dict[int, list[Part]] = {}  # of rows, as far as they are known
         self.shares = True  # False once attention reads rows in place
         self._layers: list[LayerCache] = []  # in the order of attention in a forward
         self._written: dict[tuple[int, int], tuple[Any, Any, LayerCache]] = {}  # by this forward
-        self.next = 0  # index of the layer to write next
-        self.attended = 0  # index after the last layer that attended in the latest forward
 
     @contextmanager
     def forward(self, layout: Layout, attended: int = 0) -> Iterator[None]:
@@ -287,8 +284,6 @@ class RaggedCache(ModelCache):
                 self._copy_slots(donor, row, 0, tokens)
         return tokens
 
-    copy = share_prefix
-
     def reserve_row(self, row: int, first: int, end: int) -> None:
         """Make sure that a row has blocks of its own for its tokens from `first` to before `end`."""
         table = self._tables.of(row)
@@ -362,12 +357,6 @@ class RaggedCache(ModelCache):
         for layer in self._layers:
             for store in (layer.keys, layer.values):
                 store[:, target, first:last] = store[:, source, first:last]
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers; 0 before the first forward."""
-        stores = (store for layer in self._layers for store in (layer.keys, layer.values))
-        return sum(s.shape[0] * s.shape[3] * s.element_size() for s in stores)
 
     def __len__(self) -> int:
         return len(self._layers)

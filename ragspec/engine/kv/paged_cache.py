@@ -33,9 +33,7 @@ class PagedCache(ModelCache):
     def __init__(self, rows: int, size: int = BLOCK) -> None:
         self.size = size
         self.rows = rows
-        self.slots = 0
         self.version = 0
-        self.next = 0
         self.bytes_per_token = 0
         self.fixed = False
         self.layers: list[LayerCache] = []  # keys, values: (kv_heads, blocks x size, head_dim)
@@ -76,8 +74,6 @@ class PagedCache(ModelCache):
             tokens = tokens // self.size * self.size
         self._copy(self._tables.share(donor, row, tokens))
         return tokens
-
-    copy = share_prefix
 
     def reserve_row(self, row: int, first: int, end: int) -> list[int]:
         """Return a row's blocks, with room of its own for its tokens from `first` to before `end`."""

@@ -217,7 +217,7 @@ def halves_of(model: Model, layers: int) -> LayerSplit:
     return halves
 
 
-def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
+def _kernels(inner: Any, notes: list[str]) -> Kernels | None:
     """Return our own kernels for the model, None if they cannot be built."""
     config = inner.config.get_text_config()
     own, names = config.to_dict(), config.attribute_map
@@ -226,12 +226,11 @@ def _kernels(inner: Any, notes: list[str] | None) -> Kernels | None:
     try:
         return build(head or (hidden // heads if heads else 0))
     except Unbuilt as reason:
-        if notes is not None:
-            notes.append(f"kernels: using torch's slower kernels, because {reason}")
+        notes.append(f"kernels: using torch's slower kernels, because {reason}")
         return None
 
 
-def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
+def _attends_well(kernels: Kernels, notes: list[str]) -> bool:
     """Return whether our kernels' attention is exact and fast enough; otherwise add a note."""
     if not attention_is_exact(kernels):
         why = "because our compiled kernels give different results"
@@ -239,8 +238,7 @@ def _attends_well(kernels: Kernels, notes: list[str] | None) -> bool:
         why = "which is faster here than our compiled kernels"
     else:
         return True
-    if notes is not None:
-        notes.append(f"kernels: attention is torch's own, {why}")
+    notes.append(f"kernels: attention is torch's own, {why}")
     return False
 
 

@@ -220,7 +220,7 @@ class DraftModel(NoProposer):
             donor = max(agreed, key=lambda place: (agreed[place], place == row.place), default=row.place)
             held = agreed.get(donor, 0)
             if held and donor != row.place:
-                held = self._model.cache.copy(donor, row.place, held)
+                held = self._model.cache.share_prefix(donor, row.place, held)
             self._held[row.place] = script.tokens[:held]
         return script
 

@@ -217,14 +217,14 @@ class WorkerPool:
                 if isinstance(event, LostWorker):
                     self.replace(event.handle, event.why, made_progress=False)
 
-    def poll_events(self, wait_s: float = WAIT_S) -> list[WorkerOutput | LostWorker]:
-        """Return the events of the next `wait_s` seconds; return early if there are any.
+    def poll_events(self) -> list[WorkerOutput | LostWorker]:
+        """Return the events of the next WAIT_S seconds; return early if there are any.
 
         Raises ConfigError and ModelError.
         """
         events: list[WorkerOutput | LostWorker] = []
         calls = {ref: (handle, what) for handle in self.handles for what, ref in handle.refs.items()}
-        for ref in self._cluster.ready(list(calls), wait_s) if calls else ():
+        for ref in self._cluster.ready(list(calls), WAIT_S) if calls else ():
             handle, what = calls[ref]
             if handle.refs.pop(what, None) is None:  # another call of it has failed meanwhile
                 continue

@@ -76,7 +76,7 @@ class Checkpoint:
         from ragspec.models.stopping import end_tokens
 
         args, given = self._args, revealed(self._args.generate_args)
-        model = load(self.source, args, revealed(args.model_args), args.revision, args.trust_remote_code)
+        model = load(self.source, args, revealed(args.model_args), args.trust_remote_code)
         self.ends = end_tokens(model, self.tokenizer.inner, given)
         pad = self.tokenizer.inner.pad_token_id
         self.rules = GenerationRules(model, self.ends, min(self.ends, default=0) if pad is None else pad, given)
@@ -100,7 +100,6 @@ def load(
     source: ModelSource,
     args: Args,
     extra: dict[str, Any],
-    revision: str | None,
     trust: bool,
     args_key: str = "runner_args.model_args",
 ) -> Any:
@@ -113,7 +112,6 @@ def load(
         device=pick_device(args.device, args.num_gpus),
         dtype=args.dtype,
         num_gpus=args.num_gpus,
-        revision=revision,
         trust_remote_code=trust,
         extra=extra,
         args_key=args_key,
@@ -161,7 +159,7 @@ def load_draft(draft: Draft, spec: SpeculationConfig, args: Args) -> Any:
     extra = revealed(spec.draft_model_args)
     if (args.num_gpus or 0) > 1:  # a model on one device has graphs, and nothing is moved between its layers
         args = args.model_copy(update={"num_gpus": 1})
-    return load(draft.source, args, extra, None, spec.draft_trust_remote_code, ARGS_KEY)
+    return load(draft.source, args, extra, spec.draft_trust_remote_code, ARGS_KEY)
 
 
 def translation(draft: Draft, draft_model: Any, target: Checkpoint) -> Translation | None:

@@ -216,26 +216,19 @@ class StockBackend:
         try:
             matchers = [begin(self._grammars, request.grammar) for request in batch]
             yield from self._call(batch, matchers)
+            return
         except RecordError as error:
-            if len(batch) == 1:
-                yield Failure(batch[0].index, str(error), "RecordError")
-                return
-            for request in batch:
-                yield from self._answer([request])
+            failure = Failure(batch[0].index, str(error), "RecordError")
         except ValueError as error:  # generate() refuses its arguments
-            if len(batch) == 1:
-                yield Failure(batch[0].index, f"generate() rejects it: {flat(error, 500)}")
-                return
-            for request in batch:
-                yield from self._answer([request])
+            failure = Failure(batch[0].index, f"generate() rejects it: {flat(error, 500)}")
         except MAY_BE_MEMORY as error:
-            reason = out_of_memory(error)
+            failure = Failure(batch[0].index, out_of_memory(error))
             free_memory()
-            if len(batch) == 1:
-                yield Failure(batch[0].index, reason)
-                return
-            for request in batch:
-                yield from self._answer([request])
+        if len(batch) == 1:
+            yield failure
+            return
+        for request in batch:
+            yield from self._answer([request])
 
     def _call(self, batch: list[Request], matchers: list[Matcher | None], *, drafts: bool = True) -> list[Generation]:
         sampling = batch[0].sampling

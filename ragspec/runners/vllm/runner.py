@@ -17,7 +17,7 @@ from ragspec.config.io import InputConfig
 from ragspec.config.redaction import revealed
 from ragspec.config.run import RunConfig
 from ragspec.errors import ConfigError, ModelError
-from ragspec.inputs.sources import open_source, size_of
+from ragspec.inputs.sources import known_rows
 from ragspec.models.resolve import context_length
 from ragspec.records import Failure, Generation, Request, Sampling
 from ragspec.runners.vllm.args import Args
@@ -260,11 +260,5 @@ def _method(mode: str) -> str:
 
 def at_once(given: InputConfig | None, rows: int) -> int:
     """Return how many records are computed at once: at most `rows`, and no more than the input is known to have."""
-    if given is None or size_of(given) is None:
-        return rows
-    try:
-        with open_source(given) as source:
-            count = source.count()
-    except ConfigError:  # reported when the input is opened for the run
-        return rows
+    count = known_rows(given)
     return rows if count is None else max(1, min(rows, count))
