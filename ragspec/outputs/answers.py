@@ -293,7 +293,8 @@ def _structured(
 
 def is_valid(flight: RecordInFlight, form: Form, answer: Generation, text: str) -> bool:
     """Return whether an answer matches its form. One that was cut off does if nothing is missing."""
-    ended = answer.finish_reason == "stop" and not flight.sampling.stop  # a stop string may cut anywhere
+    sampling = flight.sampling
+    ended = answer.finish_reason == "stop" and not (sampling.stop or sampling.stop_token_ids)  # these may cut anywhere
     if not form.is_json:
         return ended or is_complete(flight.grammar, text)
     try:
