@@ -254,7 +254,10 @@ def _part(flight: RecordInFlight, answer: Generation, prompt: int, tokenizer: To
         ids = ids[:-1]
     ended = answer.finish_reason == "stop"
     reasoning, text, start = split_reasoning(flight.prompts[prompt].thinking, ids, tokenizer, ended=ended)
-    least = len(tokenizer.decode(ids[start : sampling.min_new_tokens])) if sampling.min_new_tokens > start else 0
+    least = 0  # characters exempt from stop strings; the text has no blanks after reasoning
+    if sampling.stop and sampling.min_new_tokens > start:
+        exempt = tokenizer.decode(ids[start : sampling.min_new_tokens])
+        least = len(exempt.lstrip() if start else exempt)
     end = find_stop(text, sampling.stop, least)
     return AnswerText(text[:end], reasoning, start, _echo(flight, prompt, tokenizer) if flight.record.echo else "")
 
