@@ -53,8 +53,8 @@ def to_completion_logprobs(answer: Generation, tokenizer: Tokenizer) -> dict[str
 
 
 def _token(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    piece = tokenizer.piece(token)
-    return {"token": piece, "logprob": _finite(logprob), "bytes": list(piece.encode(errors="replace"))}
+    piece, written = tokenizer.piece(token), tokenizer.piece_bytes(token)
+    return {"token": piece, "logprob": _finite(logprob), "bytes": list(written)}
 
 
 def _finite(logprob: float) -> float:
