@@ -296,8 +296,9 @@ def _structured(
 
 def is_valid(flight: RecordInFlight, form: Form, answer: Generation, text: str) -> bool:
     """Return whether an answer matches its form. One that was cut off does if nothing is missing."""
-    sampling = flight.sampling
-    ended = answer.finish_reason == "stop" and not (sampling.stop or sampling.stop_token_ids)  # these may cut anywhere
+    sampling = flight.sampling  # whose stop strings and tokens may cut anywhere
+    cut = bool(sampling.stop) or answer.token_ids[-1:] in ([token] for token in sampling.stop_token_ids)
+    ended = answer.finish_reason == "stop" and not cut
     if not form.is_json:
         return ended or is_complete(flight.grammar, text)
     try:
