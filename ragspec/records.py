@@ -230,6 +230,9 @@ class Tokenizer(Protocol):
     def piece(self, token_id: int) -> str:
         """Return the text of one token, including a control token's name."""
 
+    def piece_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of piece(), exact also where the token is part of a character."""
+
     def offsets(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[tuple[int, int]] | None:
         """Return the span in `text` of each token, None if the tokenizer has no offsets."""
 

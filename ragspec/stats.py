@@ -215,7 +215,8 @@ class OutputTotals:
 class Cost(NamedTuple):
     """What one answer took. undrafted: why nothing was drafted, if the request's settings forbid drafts.
 
-    valid: whether the answer has its required form, None if it has none. whole: whether it is complete.
+    cached_prompt_tokens: 0 for all but the first answer to a prompt, whose tokens count once. valid: whether the answer
+    has its required form, None if it has none. whole: whether it is complete. copies: how often its line has it.
     """
 
     output_tokens: int
@@ -226,6 +227,7 @@ class Cost(NamedTuple):
     undrafted: str
     valid: bool | None = None
     whole: bool = True
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
+    listed_tokens: int = 0  # output tokens as the lines have them: greedy answers to a prompt are computed once
     output_squares: int = 0  # of the output tokens of each record, for their spread
     shaped: int = 0  # answers with a required form
     valid: int = 0  # of those, answers that match it
@@ -287,6 +290,7 @@ class Totals:
         for cost in costs:
             self.cached_prompt_tokens += cost.cached_prompt_tokens
             self.output_tokens += cost.output_tokens
+            self.listed_tokens += cost.output_tokens * cost.copies
             self.spec.add(cost.spec)
             if cost.valid is not None:
                 self.shaped += 1

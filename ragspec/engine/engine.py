@@ -500,7 +500,10 @@ class Engine:
     def _follow(self, row: RequestState, kept: list[int]) -> None:
         """Advance the row's grammar; end the answer if nothing may follow."""
         assert row.grammar is not None
+        forced = row.room == 0 and row.reason == "stop"  # an end token may be forced as the last of all
         row.grammar.take(kept)
+        if forced and row.grammar.stuck:
+            row.grammar.stuck, row.reason = False, "length"
         if row.grammar.problem:
             row.reason = "error"
         elif not row.ends and row.grammar.complete:

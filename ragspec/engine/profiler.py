@@ -21,6 +21,7 @@ from ragspec.engine.model.layout import Layout, Segment
 from ragspec.engine.model.weight_layouts import PackedLinear
 from ragspec.engine.native.program import Attention
 from ragspec.engine.request_state import ScheduledRequest, reach_of
+from ragspec.models.resolve import context_length
 from ragspec.speculation.step_cost import StepCost
 
 
@@ -230,7 +231,7 @@ class Profiler:
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT = 32  # context tokens of a row while the curve is measured
-REACHES = (64, 576)  # context lengths; their difference is attention's cost
+REACHES = (64, 576)  # context lengths, less where a model has fewer; their difference is attention's cost
 PER_ROW = 8  # tokens per row while the curve is measured
 FOUR = 4  # the same for captured steps (backends/step_shapes.py, TOKENS)
 REPEATS = 2  # the first run of a shape also pays for libraries' set-up
@@ -256,7 +257,7 @@ def probe(model: Model, rows: int) -> StepCost:
 
 def seconds_of(model: Model, rows: int) -> float:
     """Return the seconds of a plain step of `rows` rows."""
-    reach = REACHES[0]
+    reach, _ = _reaches(model)
     occupy(model, rows, reach)
     return _least(model, [Segment(row, reach - 1, 1) for row in range(rows)])
 
@@ -272,7 +273,7 @@ def _attention(model: Model, rows: int, many: int) -> tuple[float, float]:
     many: tokens of a row; the other measurements have one.
     """
     few = 1
-    near, far = REACHES
+    near, far = _reaches(model)
     occupy(model, rows, far)
     growth = {}
     for count in (few, many):
@@ -280,6 +281,12 @@ def _attention(model: Model, rows: int, many: int) -> tuple[float, float]:
         growth[count] = max(0.0, seconds[1] - seconds[0]) / (rows * (far - near))
     per_slot = max(0.0, growth[many] - growth[few]) / (many - few)
     return per_slot, max(0.0, growth[few] - per_slot * few)
+
+
+def _reaches(model: Model) -> tuple[int, int]:
+    """Return two context lengths that the model has positions for: learned ones end with the context."""
+    longest = context_length(model.inner.config) or REACHES[1]
+    return min(REACHES[0], longest // 2), min(REACHES[1], longest)
 
 
 def occupy(model: Model, rows: int, slots: int) -> None:

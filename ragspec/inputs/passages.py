@@ -9,6 +9,7 @@ The shapes: a text, an object, or a list of them; parallel lists, as in Hugging 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -209,10 +210,12 @@ def _passage(item: Any, position: int, name: str) -> Passage:
 
 
 def _score(given: Any, where: str) -> float | None:
-    """Return a passage's score with all its digits; some retrievers write it as text."""
+    """Return a passage's score with all its digits; some retrievers write it as text. NaN is none: it has no rank."""
     try:
         if given is not None and not isinstance(given, bool):
             value = float(given)
+            if math.isnan(value):
+                return None
             exact = loads(given) if isinstance(given, str) and NUMBER.fullmatch(given) else given
             return exact if isinstance(exact, ExactFloat) or (isinstance(exact, int) and exact != value) else value
     except (TypeError, ValueError, OverflowError):

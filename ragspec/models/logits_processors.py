@@ -221,6 +221,9 @@ class GenerationRules:
         config.min_p = sampling.min_p or (None if greedy or own is None else 0.0)
         for name, value in self._given.items():
             setattr(config, name, value)
+        if config.exponential_decay_length_penalty and not sampling.ends(self._eos):
+            # it makes an end token likelier, and fails without one; generate() would take the model's own for None
+            config.exponential_decay_length_penalty = (sampling.max_new_tokens, 1.0)  # begins beyond the answer
         if sampling.min_new_tokens:
             config.min_new_tokens = sampling.min_new_tokens
         if sampling.logit_bias:

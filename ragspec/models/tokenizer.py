@@ -26,6 +26,19 @@ from ragspec.records import Spans
 
 MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # DeepSeek uses the full-width bar
 LEAST = 2  # characters; a space cannot be inserted into a single one
+INCOMPLETE = "\ufffd"  # what part of a character is decoded to
+SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of a tokenizer that falls back to bytes
+SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))  # bytes that byte-level tokenizers write as such
+BYTES = {chr(byte): byte for byte in SHOWN} | {
+    chr(0x100 + at): byte for at, byte in enumerate(sorted(set(range(0x100)) - set(SHOWN)))
+}
+
+
+def bytes_of(token: str) -> bytes | None:
+    """Return the bytes of a token as vocabularies write it, byte-level (GPT-2) or `<0xE2>`; None if it is neither."""
+    if single := SINGLE_BYTE.fullmatch(token):
+        return bytes([int(single[1], 16)])
+    return bytes(BYTES[char] for char in token) if all(char in BYTES for char in token) else None
 
 
 class ControlTokens:
@@ -206,6 +219,15 @@ class HFTokenizer:
         """Return the text of one token, including a control token's name."""
         text: str = self.inner.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which may be part of a character."""
+        piece = self.piece(token_id)
+        if INCOMPLETE in piece:
+            found = bytes_of(str(self.inner.convert_ids_to_tokens(token_id)))
+            if found is not None and found.decode(errors="replace") == piece:
+                return found
+        return piece.encode(errors="replace")
 
     def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str:
         """Return the chat in the model's template, up to where the answer begins.

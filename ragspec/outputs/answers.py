@@ -53,8 +53,8 @@ def to_completion_logprobs(answer: Generation, tokenizer: Tokenizer) -> dict[str
 
 
 def _token(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    piece = tokenizer.piece(token)
-    return {"token": piece, "logprob": _finite(logprob), "bytes": list(piece.encode(errors="replace"))}
+    piece, written = tokenizer.piece(token), tokenizer.piece_bytes(token)
+    return {"token": piece, "logprob": _finite(logprob), "bytes": list(written)}
 
 
 def _finite(logprob: float) -> float:
@@ -254,7 +254,10 @@ def _part(flight: RecordInFlight, answer: Generation, prompt: int, tokenizer: To
         ids = ids[:-1]
     ended = answer.finish_reason == "stop"
     reasoning, text, start = split_reasoning(flight.prompts[prompt].thinking, ids, tokenizer, ended=ended)
-    least = len(tokenizer.decode(ids[start : sampling.min_new_tokens])) if sampling.min_new_tokens > start else 0
+    least = 0  # characters exempt from stop strings; the text has no blanks after reasoning
+    if sampling.stop and sampling.min_new_tokens > start:
+        exempt = tokenizer.decode(ids[start : sampling.min_new_tokens])
+        least = len(exempt.lstrip() if start else exempt)
     end = find_stop(text, sampling.stop, least)
     return AnswerText(text[:end], reasoning, start, _echo(flight, prompt, tokenizer) if flight.record.echo else "")
 
@@ -293,7 +296,9 @@ def _structured(
 
 def is_valid(flight: RecordInFlight, form: Form, answer: Generation, text: str) -> bool:
     """Return whether an answer matches its form. One that was cut off does if nothing is missing."""
-    ended = answer.finish_reason == "stop" and not flight.sampling.stop  # a stop string may cut anywhere
+    sampling = flight.sampling  # whose stop strings and tokens may cut anywhere
+    cut = bool(sampling.stop) or answer.token_ids[-1:] in ([token] for token in sampling.stop_token_ids)
+    ended = answer.finish_reason == "stop" and not cut
     if not form.is_json:
         return ended or is_complete(flight.grammar, text)
     try:

@@ -361,7 +361,7 @@ class Journal:
             records=ledger.answers + summary.records,
             failed=failures.records,
             prompt_tokens=ledger.prompt_tokens + summary.prompt_tokens,
-            output_tokens=ledger.output_tokens + summary.output_tokens,
+            output_tokens=ledger.output_tokens + summary.listed_tokens,
             spent=state.spent_with(summary) if worked else state.spent,
             failures=failures,
         )

@@ -5,6 +5,7 @@ Every stage is a generator that the runner pulls, so memory use does not grow wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -160,25 +161,34 @@ class Answering:
         except TypeError as error:  # metadata that can be read but not written back
             self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
             return
-        costs = [self._cost(flight, answer) for answer in distinct_answers(answers)]
+        costs = self._costs(flight, answers)
         passages, unread = _passages(flight)
         found = RecordResult(flight.index, encoded, flight.prompt_tokens, costs, passages, unread, flight.record.id)
         self._sink.put(found)
 
-    def _cost(self, flight: RecordInFlight, answer: Generation) -> Cost:
+    def _costs(self, flight: RecordInFlight, answers: Sequence[Generation]) -> list[Cost]:
+        """Return what each distinct answer took."""
+        copies, firsts = Counter(map(id, answers)), set(map(id, answers[:: flight.n]))
+        return [
+            self._cost(flight, each, copies[id(each)], first=id(each) in firsts) for each in distinct_answers(answers)
+        ]
+
+    def _cost(self, flight: RecordInFlight, answer: Generation, copies: int, *, first: bool) -> Cost:
+        """Return what an answer took. copies: how often the line has it. first: it is the first to its prompt."""
         valid = None
         if flight.form is not None:
             text = answer_texts(flight, [answer], self._runner.tokenizer)[0].text
             valid = is_valid(flight, flight.form, answer, text)
         return Cost(
             len(answer.token_ids),
-            answer.cached_prompt_tokens,
+            answer.cached_prompt_tokens if first else 0,
             answer.spec,
             answer.latency_s,
             answer.time_to_first_token_s,
             answer.undrafted,
             valid,
             answer.finish_reason != "length",
+            copies,
         )
 
     def _fail(self, flight: RecordInFlight, kind: str, message: str) -> None:

@@ -73,6 +73,9 @@ class ByteTokenizer:
     def piece(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def piece_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
     def render_chat(self, messages: list[dict[str, Any]], **args: Any) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 

@@ -19,6 +19,10 @@ from typing import Any
 from ragspec.errors import ConfigError, RecordError, flat
 
 KEPT = 256  # cached compiled grammars
+STUCK = (
+    "structured: the model ended the answer before its form was complete, because other settings (suppress_tokens, "
+    "bad_words_ids, no_repeat_ngram_size, ...) exclude all that may follow in it"
+)
 
 
 def is_complete(grammar: str, text: str) -> bool:
@@ -165,10 +169,13 @@ class Matcher:
         self._eos = eos
         self._end = next(iter(eos)) if len(eos) == 1 else None
         self.ended = False  # whether an eos token was taken
+        self.stuck = False  # whether one was taken where the grammar allows none
 
     @property
     def problem(self) -> str:
-        """Return why the answer cannot continue, "" if it can."""
+        """Return why the answer cannot continue, or should not have ended, "" if all is well."""
+        if self.stuck:
+            return STUCK
         return f"structured: {_summary(self.inner.get_error())}" if self.inner.is_error() else ""
 
     @property
@@ -185,6 +192,7 @@ class Matcher:
         for token in tokens:
             if token in self._eos:
                 self.ended = True  # llguidance's rollback would lose it
+                self.stuck = not (self.inner.is_error() or self.complete or self.inner.is_accepting())
             elif not self.inner.consume_token(token):
                 return
 

@@ -19,7 +19,7 @@ from ragspec.records import Request, Sampling
 from ragspec.runners.huggingface import runner as huggingface
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.speculation.step_cost import StepCost
-from tests.conftest import SAMPLE, read_jsonl, train_tokenizer
+from tests.conftest import SAMPLE, read_jsonl, save_gpt2, train_tokenizer
 
 NEW = 20
 SMALL = {
@@ -327,3 +327,15 @@ def test_nothing_learnt_in_a_pass_is_left_in_the_next(tiny, method, monkeypatch)
             assert set(made) == {"drafters_on", "MethodSelector", "anew"}
             del made[:]
     assert not runner.remembers
+
+
+@pytest.mark.parametrize("positions", [48, 100])
+def test_steps_are_timed_within_the_positions_of_a_model(tmp_path, sample_texts, positions):
+    """Learned positions end with the context."""
+    folder = save_gpt2(tmp_path / "short", train_tokenizer(400, sample_texts), positions=positions)
+    sampling = {"max_new_tokens": 8}
+    stock, _, _ = run(folder, runner_args={"engine": "transformers"}, sampling=sampling)
+    for size in (3, "auto"):
+        outcomes, about, _ = run(folder, "context", {"batch_size": size}, sampling)
+        assert about["engine"] == "ragspec"
+        assert tokens(outcomes) == tokens(stock)

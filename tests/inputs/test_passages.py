@@ -276,3 +276,10 @@ def test_a_run_says_how_many_records_lost_their_only_passages(tmp_path, limit):
         (0, 1),
         (1, 0),
     ]
+
+
+@pytest.mark.parametrize("nan", ["nan", "NaN", " -nan "])
+def test_a_passage_whose_score_is_not_a_number_has_none(nan):
+    """It compares with no other, so that a ranking by scores would depend on where it stands."""
+    found = passages_of([{"text": "a", "score": nan}, {"text": "b", "score": "0.5"}])
+    assert [passage.score for passage in found] == [None, 0.5]

@@ -19,6 +19,7 @@ from ragspec.prompts.untrusted_text import ControlMask
 from ragspec.records import Passage, Record
 from ragspec.run.generate import generate as run
 from tests.conftest import SAMPLE, read_jsonl, save_llama, train_tokenizer, write_jsonl
+from tests.families import tokenizer_of
 
 TEXTS = [passage["text"] for record in read_jsonl(SAMPLE) for passage in record["contexts"]]
 TURNS = (
@@ -488,3 +489,15 @@ def test_a_run_says_that_a_record_held_control_words(tmp_path, sample_texts):
     allowed = run(build_config(raw | {"prompt": {"allow_special_tokens": True}, "output": str(tmp_path / "all.jsonl")}))
     assert not any("control words" in note for note in allowed.notes)
     assert lines[1]["prompt_tokens"] > read_jsonl(tmp_path / "all.jsonl")[1]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("family", ["byte_bpe", "byte_fallback", "bytes"])
+def test_the_bytes_of_tokens_make_the_text_where_a_character_is_split(family, sample_texts):
+    text = "na\u00efve \U0001f600, \u6f22\u5b57 <0xE2> \u0120 \U0001d11e!"
+    tokenizer = HFTokenizer(tokenizer_of(family, sample_texts))
+    ids = tokenizer.encode(text, special_tokens=False)
+    assert any(tokenizer.piece(token) == "\ufffd" for token in ids)
+    written = b"".join(map(tokenizer.piece_bytes, ids))
+    if family == "byte_fallback":  # it decodes words without the spaces before them
+        text, written = text.replace(" ", ""), written.replace(b" ", b"")
+    assert written == text.encode()

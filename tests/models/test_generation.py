@@ -87,6 +87,13 @@ def test_the_engine_does_what_generation_config_asks_as_stock_generate_does(aski
         assert ids(outcomes) == ids(stock)
 
 
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
+def test_no_end_token_is_made_likelier_where_none_ends_an_answer(asking, tiny, engine):
+    ignored = {"ignore_eos": True}
+    longer = asking(exponential_decay_length_penalty=[4, 1.5])
+    assert ids(answered(longer, sampling=ignored, engine=engine)[0]) == ids(answered(tiny, sampling=ignored)[0])
+
+
 def test_all_of_them_together(asking):
     asked = {key: value for key, value in ASKED.items() if key != "forced_bos_token_id"}
     folder = asking(**asked, eos_token_id=list(range(250, 300)))

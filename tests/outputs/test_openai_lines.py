@@ -135,6 +135,24 @@ def test_greedy_answers_are_written_once(tmp_path):
     assert line["outputs"] == ["ne"] * 3
     assert line["output_tokens"] == 6
     assert summary.output_tokens == 2  # of which tokens per second are made
+    assert summary.totals.output_tokens == 6  # what the output has
+    assert generate(build_config(raw)).totals.output_tokens == 6
+
+
+def test_prompt_tokens_from_the_cache_count_once_for_several_answers(tmp_path, tiny):
+    records = [{"id": i, "prompt": "The tower was " * 20 + str(i)} for i in range(3)]
+    raw = {
+        "model": tiny,
+        "runner": "huggingface",
+        "input": write_jsonl(tmp_path / "in.jsonl", records),
+        "output": str(tmp_path / "out.jsonl"),
+        "sampling": {"n": 4, "temperature": 1.0, "max_new_tokens": 2},
+        "runner_args": {"compile": "off"},
+    }
+    summary = generate(build_config(raw))
+    lines = read_jsonl(tmp_path / "out.jsonl")
+    assert 0 < summary.cached_prompt_tokens < summary.prompt_tokens
+    assert summary.cached_prompt_tokens == sum(line["cached_prompt_tokens"] for line in lines)
 
 
 def test_a_line_that_is_wrong_keeps_its_own_name(answered):

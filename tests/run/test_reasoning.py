@@ -106,6 +106,16 @@ def test_a_stop_string_counts_in_the_answer_alone(thinker, tmp_path, method):
     assert line["finish_reason"] == "stop"
 
 
+def test_a_stop_string_right_after_the_least_length_of_a_thinkers_answer_is_no_part_of_it(thinker, tmp_path):
+    """The answer's text lacks the blanks that follow the thought."""
+    (plain,) = answered(tmp_path, thinker, sampling={"logprobs": 0})
+    tokens = [each["token"] for each in plain["logprobs"]]
+    for at in range(plain["reasoning_tokens"] + 3, plain["reasoning_tokens"] + 6):
+        (line,) = answered(tmp_path, thinker, sampling={"min_new_tokens": at, "stop": [tokens[at]]})
+        assert line["output_tokens"] == at + 1
+        assert line["output"] == "".join(tokens[plain["reasoning_tokens"] : at]).lstrip()
+
+
 def test_a_stop_string_counts_in_the_answer_alone_for_stock_generate(thinker, tmp_path):
     (line,) = answered(tmp_path, thinker, sampling={"stop": "DONE"}, runner_args={"engine": "transformers"})
     assert (line["reasoning"], line["output"]) == (THOUGHT, "Ann Smith built it. ")

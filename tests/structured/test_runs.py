@@ -180,6 +180,46 @@ def test_what_a_stop_string_cuts_off_is_not_valid(tiny, tmp_path):
     assert (summary.valid, summary.truncated) == (0, 0)
 
 
+def test_what_a_stop_token_cuts_off_is_not_valid(tiny, tmp_path):
+    form = {"json_schema": {"type": "integer", "minimum": 100, "maximum": 999}}
+    plain, _ = answered(tmp_path, tiny, structured=form)
+    stop = tokens_of(tiny, {line["output"][2] for line in plain.values()})
+    for engine in ("ragspec", "transformers"):
+        args = {"engine": engine, "compile": "off"}
+        lines, summary = answered(
+            tmp_path, tiny, name=engine, structured=form, sampling={"stop_token_ids": stop}, runner_args=args
+        )
+        cut = [line for line in lines.values() if len(line["output"]) < 3]
+        assert cut
+        assert not any(line["valid"] or line["parsed"] for line in cut)
+        assert summary.valid == len(lines) - len(cut)
+
+
+def tokens_of(model, characters):
+    """Return the tokens that contain one of the characters."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [at for at in range(len(tokenizer)) if set(tokenizer.decode([at])) & characters]
+
+
+@pytest.mark.parametrize("engine", ["ragspec", "transformers"])
+@pytest.mark.parametrize("method", ["none", "prompt_lookup"])
+def test_an_answer_that_other_settings_keep_from_its_form_is_no_answer(tiny, tmp_path, engine, method):
+    digits = tokens_of(tiny, set("0123456789"))
+    args = {"engine": engine, "compile": "off", "generate_args": {"suppress_tokens": digits}}
+    spec = {"method": method}
+    for name, form in {"all": {"regex": "[0-9]{3}"}, "later": {"choice": ["ab1", "ab2"]}}.items():
+        lines, summary = answered(tmp_path, tiny, name=name, structured=form, runner_args=args, speculation=spec)
+        assert all("suppress_tokens" in line["error"]["message"] for line in lines.values())
+        assert summary.valid == 0
+    forced = {**args, "generate_args": {"forced_eos_token_id": 0}}
+    lines, _ = answered(
+        tmp_path, tiny, structured={"regex": "[0-9]{30}"}, runner_args=forced, sampling={"max_new_tokens": 6}
+    )
+    assert {(line["valid"], line["finish_reason"]) for line in lines.values()} == {(False, "length")}
+
+
 def test_several_answers_are_told_one_by_one(tiny, tmp_path):
     form = {"json_schema": {"type": "boolean"}}
     lines, _ = answered(tmp_path, tiny, structured=form, sampling={"n": 3, "temperature": 1.0})

@@ -230,6 +230,20 @@ class StockBackend:
         for request in batch:
             yield from self._answer([request])
 
+    def _cut_short(self, request: Request, token_ids: list[int]) -> bool:
+        """Return whether an end token that the grammar does not allow was forced as the last of all.
+
+        Raises RecordError for any other token that it does not allow.
+        """
+        matcher = begin(self._grammars, request.grammar)
+        assert matcher is not None
+        matcher.take(token_ids)
+        if matcher.stuck and len(token_ids) == request.sampling.max_new_tokens:
+            return True
+        if matcher.problem:
+            raise RecordError(matcher.problem)
+        return False
+
     def _call(self, batch: list[Request], matchers: list[Matcher | None], *, drafts: bool = True) -> list[Generation]:
         sampling = batch[0].sampling
         width = max(len(request.token_ids) for request in batch)
@@ -271,6 +285,8 @@ class StockBackend:
         for row, (request, answer) in enumerate(zip(batch, answers, strict=True)):
             least = stop_strings_from(request, answer, self._tokenizer)
             token_ids, reason = trim(answer, sampling.ends(self._eos), sampling.stop, self._tokenizer, least)
+            if request.grammar and self._cut_short(request, token_ids):
+                reason = "length"
             self.clock.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
             spec = self._meter.stats if self._meter and not undrafted else SpecStats(steps=len(token_ids))
             spec.end(len(token_ids))
