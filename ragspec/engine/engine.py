@@ -83,13 +83,19 @@ class Drafting:
         self._worked = False  # whether a model ran for this step's drafts
         self.asking_s = 0.0  # of this step, spent in the proposer
 
-    def drafts(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
-        """Return a draft per row. prefill_tokens: tokens of the step that belong to other rows."""
+    def drafts(self, rows: Sequence[RequestState], prefill_tokens: int, *, joined: bool = False) -> list[Draft]:
+        """Return a draft per row.
+
+        prefill_tokens: tokens of the step that belong to other rows. joined: without drafts, these rows cost next to
+        nothing beside those; with drafts, a step of their own, which is better spent on a step that drafts for all.
+        """
         self._worked, self.asking_s = False, 0.0
         if rows and self._plain is not None:
             self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
+            return [Draft()] * len(rows)
+        if joined:
             return [Draft()] * len(rows)
         if (
             prefill_tokens
@@ -350,7 +356,9 @@ class Engine:
         filling = sorted((row for row, each in zip(rows, last, strict=True) if not each), key=lambda row: row.started)
         missing = sum(len(row.tokens) - row.computed for row in filling)
         self._expect(ready)
-        drafts = self._drafting.drafts(ready, min(missing, chunk))
+        prefill = min(missing, chunk)
+        joined = bool(filling) and self._model.joins([row.computed for row in ready], len(filling), prefill)
+        drafts = self._drafting.drafts(ready, prefill, joined=joined)
         work = [
             ScheduledRequest(row, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
             for row, draft in zip(ready, drafts, strict=True)

@@ -331,6 +331,21 @@ def test_a_draft_model_in_blocks_changes_no_answer(in_blocks, tiny, tiny_draft, 
     assert ids(answers(in_blocks, tiny, DraftModel(draft, 400, None, 3, None), rows=4)) == plain
 
 
+@pytest.mark.parametrize("joined", [True, False])
+def test_rows_that_are_computed_with_prompts_are_not_drafted_for(in_blocks, tiny, plain, monkeypatch, joined):
+    asked = []
+    original = engine_module.Drafting._ask  # noqa: SLF001
+    monkeypatch.setattr(
+        engine_module.Drafting,
+        "_ask",
+        lambda self, rows, prefill: asked.append(prefill) or original(self, rows, prefill),
+    )
+    monkeypatch.setattr(step_shapes, "LONG", 100.0 if joined else 0.0)
+    assert ids(answers(in_blocks, tiny, RowProposer(ContextDrafter(), 5, None), rows=4)) == plain
+    assert 0 in asked
+    assert any(asked) is not joined
+
+
 def test_steps_captured_before_layers_were_compiled_are_captured_anew(words):
     model = Model(build("llama-heads-of-16", words), 2, None, gathered, emulated)
     model.logits([Segment(0, 0, 3)], [5, 6, 7], [0, 1, 2])

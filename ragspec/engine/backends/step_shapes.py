@@ -143,8 +143,10 @@ class StepShapes:
         for each in packed(segments):
             short = not each[1].alone and (self.exact or each[1].count <= TILE)
             (decoding if short else prompts).append(each)
-        if prompts and not self.exact and _joins(decoding, prompts, token_share):
-            decoding, prompts = [], decoding + prompts
+        if decoding and prompts and all(segment.count == 1 for _, segment in decoding):
+            read = sum(segment.start for _, segment in decoding) * token_share
+            if self.joins(len(decoding), read, len(prompts), sum(segment.count for _, segment in prompts)):
+                decoding, prompts = [], decoding + prompts
         if decoding:
             tokens, most = EXACT
             if not self.exact:
@@ -162,6 +164,21 @@ class StepShapes:
             length = sum(row.count for row in part)
             size = next(size for size in self._prompt_sizes if length <= size[0] and len(part) < size[1])
             yield part, StepShape(size[1], TILE, width, False, size[0])
+
+    def joins(self, rows: int, read: float, prompts: int, tokens: int) -> bool:
+        """Return whether rows that decode a token are computed sooner in a step of prompts, which reads weights too.
+
+        There each is a tile of its own. So rows that verify drafts have their own step, since all its logits are
+        wanted, as do rows with much to read, since tiles are not split among cores.
+
+        Args:
+            rows: How many decode.
+            read: Bytes of the keys and values that they read, as a share of the weights'.
+            prompts, tokens: How many prompts are computed, and tokens of these.
+        """
+        if self.exact or not rows or not prompts or rows + prompts >= SPARE or read > LONG:
+            return False
+        return least_cost(tokens + rows)[0] < 1 + least_cost(tokens)[0]
 
     def one_step(self, rows: int) -> bool:
         """Return whether so many rows that decode make one step."""
@@ -188,21 +205,6 @@ def least_cost(tokens: int) -> tuple[float, int, int]:
         cost, steps = (0.0, 0) if size >= tokens else least_cost(tokens - size)[:2]
         found.append((max(1.0, size / RIDGE) + cost, 1 + steps, size))
     return min(found, key=lambda way: way[:2])
-
-
-def _joins(decoding: Sequence[tuple[int, Segment]], prompts: Sequence[tuple[int, Segment]], token_share: float) -> bool:
-    """Return whether rows that decode are computed sooner in a step of prompts, which reads the weights anyway.
-
-    There each is a tile of its own. So rows with drafts have a step of theirs, as all of its logits are wanted, and so
-    do rows whose keys and values take long to read: tiles are not split among cores.
-    """
-    counts = [segment.count for _, segment in decoding]
-    if not counts or max(counts) > 1 or len(counts) + len(prompts) >= SPARE:
-        return False
-    if sum(segment.start for _, segment in decoding) * token_share > LONG:
-        return False
-    waiting = sum(segment.count for _, segment in prompts)
-    return least_cost(waiting + len(counts))[0] < 1 + least_cost(waiting)[0]
 
 
 def _first(rows: Sequence[StepRow], tokens: int, most: int, *, whole: bool) -> tuple[list[StepRow], list[StepRow]]:

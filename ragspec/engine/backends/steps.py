@@ -195,11 +195,23 @@ class PagedSteps:
         parts = [self._part(rows, shape, token_ids, asked, logits, written) for rows, shape in self._shaped(segments)]
         return LaunchedStep(parts, wanted, self._device)
 
+    def joins(self, reaches: Sequence[int], prompts: int, tokens: int) -> bool:
+        """Return whether rows that decode a token are computed in a step of prompts.
+
+        reaches: tokens that each reads. prompts, tokens: how many prompts, and tokens of these.
+        """
+        return self.shapes.joins(len(reaches), sum(reaches) * self._token_share, prompts, tokens)
+
+    @property
+    def _token_share(self) -> float:
+        """Bytes of a token's keys and values, as a share of the weights'."""
+        return self.cache.bytes_per_token / self._weight_bytes
+
     def _shaped(self, segments: Sequence[Segment]) -> Iterator[tuple[list[StepRow], StepShape]]:
         """Yield the rows of each of the steps for some segments, and its shape, but for the logits that are wanted."""
         width = tables_width(self.cache.slots // self.cache.size)
         if self._pads:
-            yield from self.shapes.cut(segments, width, self.cache.bytes_per_token / self._weight_bytes)
+            yield from self.shapes.cut(segments, width, self._token_share)
             return
         tokens = max(segment.count for segment in segments)
         rows = step_rows(packed(segments), tokens)

@@ -215,6 +215,10 @@ class Model:
         """Whether prompts take no room from decoding rows: a forward becomes several steps where that is sooner."""
         return self.steps is not None
 
+    def joins(self, reaches: Sequence[int], prompts: int, tokens: int) -> bool:
+        """Return whether rows that decode a token cost next to nothing beside prompts (StepShapes.joins)."""
+        return self.steps is not None and self.steps.joins(reaches, prompts, tokens)
+
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""
         if self.steps is not None:
