@@ -336,6 +336,21 @@ def test_a_stop_string_ends_the_answer(engine):
     assert cut.spec.accepted <= cut.spec.drafted
 
 
+def test_the_drafts_of_an_answer_that_a_stop_string_ends_are_counted(engine):
+    text = TEXTS[0][:300]
+    (whole,) = engine.generate(requests(engine, [f"{text} Again: {text[:60]}"], max_new_tokens=40, ignore_eos=True))
+    assert whole.spec.accepted > 8
+    stop = engine.tokenizer.decode(whole.token_ids)[-12:]
+    (cut,) = engine.generate(
+        requests(engine, [f"{text} Again: {text[:60]}"], max_new_tokens=64, ignore_eos=True, stop=[stop])
+    )
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids[:20] == whole.token_ids[:20]
+    assert 0 < cut.spec.accepted <= cut.spec.drafted
+    assert cut.spec.cut >= 0
+    assert sum(cut.guessed) == cut.spec.accepted
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -44,6 +44,11 @@ def written_in(metrics: Any) -> int | None:
     return getattr(metrics, WRITTEN, None)
 
 
+def verified_in(metrics: Any) -> list[tuple[int, int]]:
+    """Return the (drafted, accepted) tokens of each step that drafted for a request; [] without metrics."""
+    return [] if metrics is None else list(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True))
+
+
 def skip_placeholders(scheduler: Any) -> None:
     """Start rows without placeholder drafts, which vLLM adds whenever speculation is configured."""
     schedule = scheduler.schedule
