@@ -351,6 +351,19 @@ def test_the_drafts_of_an_answer_that_a_stop_string_ends_are_counted(engine):
     assert sum(cut.guessed) == cut.spec.accepted
 
 
+def test_a_record_at_the_models_length_takes_no_drafts_from_the_others(engine):
+    text = TEXTS[0][:300]
+    asked = requests(engine, [f"{text} Again: {text[:60]}"], max_new_tokens=40, ignore_eos=True)
+    (alone,) = engine.generate(asked)
+    ids = engine.tokenizer.encode(" ".join(TEXTS), special_tokens=False)[: ARGS["max_model_len"] - 20]
+    long = Request(1, "long", ids, replace(asked[0].sampling, max_new_tokens=20))
+    found = by_index(engine.generate([*asked, long]))
+    assert found[0].token_ids == alone.token_ids
+    assert found[0].spec.steps < len(alone.token_ids) / 2
+    for one in found.values():
+        assert sum(one.guessed) == one.spec.accepted
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -18,7 +18,7 @@ from ragspec.runners.vllm.config import Additions
 from ragspec.runners.vllm.patches.guarded_drafts import GuardedProposer
 from ragspec.runners.vllm.patches.request_ends import tell_at_end
 from ragspec.runners.vllm.patches.settling import settle_beside
-from ragspec.runners.vllm.patches.steps import patch_steps, verified_in, written_in
+from ragspec.runners.vllm.patches.steps import ask_always, patch_steps, verified_in, written_in
 from ragspec.runners.vllm.patches.undrafted import UndraftedRequests, is_reachable
 
 
@@ -41,6 +41,8 @@ class Inside:
                 self._drafts_elsewhere = True
             return
         (model_runner,) = self._workers(lambda worker: worker.model_runner)
+        if additions.drafts:
+            ask_always(model_runner)
         patch_steps(scheduler, model_runner)
         UndraftedRequests(scheduler, model_runner, on_cpu=additions.on_cpu)
         if additions.drafts:
@@ -150,6 +152,7 @@ class WorkerExtension:
     def ragspec_follow(self) -> None:
         """Let our proposer follow the requests of its model runner."""
         if self._proposer is not None:
+            ask_always(self.model_runner)
             self._proposer.follow(self.model_runner)
 
     def ragspec_reset(self) -> None:
