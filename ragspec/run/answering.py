@@ -160,19 +160,21 @@ class Answering:
         except TypeError as error:  # metadata that can be read but not written back
             self._fail(flight, "RecordError", f"its metadata cannot be written ({error})")
             return
-        costs = [self._cost(flight, answer) for answer in distinct_answers(answers)]
+        prompts = {id(each) for each in answers[:: flight.n]}  # the first answer to each prompt, as lines count them
+        costs = [self._cost(flight, each, first=id(each) in prompts) for each in distinct_answers(answers)]
         passages, unread = _passages(flight)
         found = RecordResult(flight.index, encoded, flight.prompt_tokens, costs, passages, unread, flight.record.id)
         self._sink.put(found)
 
-    def _cost(self, flight: RecordInFlight, answer: Generation) -> Cost:
+    def _cost(self, flight: RecordInFlight, answer: Generation, *, first: bool) -> Cost:
+        """Return what an answer took. first: of its prompt's, whose tokens are counted once."""
         valid = None
         if flight.form is not None:
             text = answer_texts(flight, [answer], self._runner.tokenizer)[0].text
             valid = is_valid(flight, flight.form, answer, text)
         return Cost(
             len(answer.token_ids),
-            answer.cached_prompt_tokens,
+            answer.cached_prompt_tokens if first else 0,
             answer.spec,
             answer.latency_s,
             answer.time_to_first_token_s,
