@@ -308,3 +308,11 @@ def test_batches_are_as_large_as_the_llm_classs(demo, method):
     assert ours.max_num_batched_tokens == own.max_num_batched_tokens
     assert ours.max_num_scheduled_tokens in (None, own.max_num_batched_tokens)
     assert runner.about()["batch_size"] == own.max_num_seqs == ours.max_num_seqs
+
+
+@pytest.mark.parametrize("key", ["temperature", "seed", "n", "stop", "logprobs"])
+def test_what_is_also_read_outside_vllm_is_refused_among_its_own_arguments(key):
+    """A temperature there would be sampled without the record's seed, and `n` answers would be one, n times."""
+    raw = {"model": "m", "runner": "vllm", "input": "x", "output": "y", "runner_args": {"sampling_args": {key: 1}}}
+    with pytest.raises(ConfigError, match=f"sampling_args.*belongs in the sampling section: sampling.{key}"):
+        build_config(raw)
