@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletion
 from ragspec.config.load import build_config
 from ragspec.outputs.ledger import Finished
 from ragspec.run.generate import generate
+from ragspec.run.local import Pipeline
 from tests.conftest import read_jsonl, write_jsonl
 
 RECORDS = [
@@ -121,6 +122,17 @@ def test_several_answers_on_a_native_line(tmp_path):
     assert (line["output"], line["outputs"], line["finish_reasons"]) == ("ne", ["ne", "ne"], ["length", "length"])
     assert (line["output_tokens"], line["prompt_tokens"]) == (4, 3)
     assert (summary.records, summary.output_tokens) == (1, 4)
+
+
+def test_what_is_cached_of_a_prompt_with_several_answers_is_counted_once(tiny):
+    sampling = {"n": 4, "temperature": 1.0, "max_new_tokens": 3}
+    settings = {"model": tiny, "runner": "huggingface", "sampling": sampling, "prompt": {"chat": False}}
+    text = "The lighthouse stands on a cliff. " * 12
+    with Pipeline(settings) as pipeline:
+        lines = list(pipeline.answers([{"id": "a", "prompt": text}, {"id": "b", "prompt": f"{text} Why?"}]))
+    summary = pipeline.summary
+    assert summary.cached_prompt_tokens == sum(line["cached_prompt_tokens"] for line in lines) > 0
+    assert summary.cached_prompt_tokens < summary.prompt_tokens == sum(line["prompt_tokens"] for line in lines)
 
 
 def test_greedy_answers_are_written_once(tmp_path):

@@ -336,6 +336,34 @@ def test_a_stop_string_ends_the_answer(engine):
     assert cut.spec.accepted <= cut.spec.drafted
 
 
+def test_the_drafts_of_an_answer_that_a_stop_string_ends_are_counted(engine):
+    text = TEXTS[0][:300]
+    (whole,) = engine.generate(requests(engine, [f"{text} Again: {text[:60]}"], max_new_tokens=40, ignore_eos=True))
+    assert whole.spec.accepted > 8
+    stop = engine.tokenizer.decode(whole.token_ids)[-12:]
+    (cut,) = engine.generate(
+        requests(engine, [f"{text} Again: {text[:60]}"], max_new_tokens=64, ignore_eos=True, stop=[stop])
+    )
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids[:20] == whole.token_ids[:20]
+    assert 0 < cut.spec.accepted <= cut.spec.drafted
+    assert cut.spec.cut >= 0
+    assert sum(cut.guessed) == cut.spec.accepted
+
+
+def test_a_record_at_the_models_length_takes_no_drafts_from_the_others(engine):
+    text = TEXTS[0][:300]
+    asked = requests(engine, [f"{text} Again: {text[:60]}"], max_new_tokens=40, ignore_eos=True)
+    (alone,) = engine.generate(asked)
+    ids = engine.tokenizer.encode(" ".join(TEXTS), special_tokens=False)[: ARGS["max_model_len"] - 20]
+    long = Request(1, "long", ids, replace(asked[0].sampling, max_new_tokens=20))
+    found = by_index(engine.generate([*asked, long]))
+    assert found[0].token_ids == alone.token_ids
+    assert found[0].spec.steps < len(alone.token_ids) / 2
+    for one in found.values():
+        assert sum(one.guessed) == one.spec.accepted
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

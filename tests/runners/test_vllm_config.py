@@ -13,6 +13,7 @@ from ragspec.errors import ConfigError
 from ragspec.records import Sampling, TokenLogprob
 from ragspec.runners.vllm import runner as vllm
 from ragspec.runners.vllm.config import check_build, check_memory, check_parallel, speculative_config
+from ragspec.runners.vllm.patches.steps import verified_in
 from ragspec.runners.vllm.patches.undrafted import expanded, lost
 from ragspec.runners.vllm.stream import logprobs_of, settings_of, spec_stats
 
@@ -162,9 +163,9 @@ def test_steps_without_a_draft_are_counted_from_the_tokens():
         per_step_drafted = (4, 4, 0, 2)
         per_step_accepted = (4, 1, 0, 0)
 
-    stats = spec_stats(Metrics(), 12, 12)
+    stats = spec_stats(verified_in(Metrics()), 12, 12)
     assert (stats.drafted, stats.accepted, stats.drafted_steps, stats.steps) == (10, 5, 3, 7)
-    assert spec_stats(None, 9, 9).steps == 9
+    assert spec_stats(verified_in(None), 9, 9).steps == 9
 
 
 def test_tokens_behind_the_end_of_an_answer_are_cut_from_the_counts():
@@ -172,7 +173,7 @@ def test_tokens_behind_the_end_of_an_answer_are_cut_from_the_counts():
         per_step_drafted = (4, 4)
         per_step_accepted = (4, 3)
 
-    stats = spec_stats(Metrics(), 10, 7)
+    stats = spec_stats(verified_in(Metrics()), 10, 7)
     assert stats.steps + stats.accepted - stats.cut == 7
     assert stats.drafted >= stats.accepted
 
@@ -184,7 +185,7 @@ def test_a_draft_that_outruns_the_answer_hides_no_step():
         per_step_drafted = (16,)
         per_step_accepted = (16,)
 
-    stats = spec_stats(Metrics(), 20, 20, steps=20)
+    stats = spec_stats(verified_in(Metrics()), 20, 20, steps=20)
     assert (stats.steps, stats.accepted, stats.drafted, stats.cut) == (20, 1, 16, 1)
 
 
@@ -307,3 +308,11 @@ def test_batches_are_as_large_as_the_llm_classs(demo, method):
     assert ours.max_num_batched_tokens == own.max_num_batched_tokens
     assert ours.max_num_scheduled_tokens in (None, own.max_num_batched_tokens)
     assert runner.about()["batch_size"] == own.max_num_seqs == ours.max_num_seqs
+
+
+@pytest.mark.parametrize("key", ["temperature", "seed", "n", "stop", "logprobs"])
+def test_what_is_also_read_outside_vllm_is_refused_among_its_own_arguments(key):
+    """A temperature there would be sampled without the record's seed, and `n` answers would be one, n times."""
+    raw = {"model": "m", "runner": "vllm", "input": "x", "output": "y", "runner_args": {"sampling_args": {key: 1}}}
+    with pytest.raises(ConfigError, match=f"sampling_args.*belongs in the sampling section: sampling.{key}"):
+        build_config(raw)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from ragspec.config.redaction import Settings
 from ragspec.runners.base import RunnerArgs
+
+# of SamplingParams: what seeds, the number of answers, their texts and logprobs depend on outside vLLM, too
+OF_SAMPLING = ("temperature", "seed", "n", "stop", "logprobs")
 
 
 class Args(RunnerArgs):
@@ -27,7 +30,16 @@ class Args(RunnerArgs):
     """Run vLLM's engine in its own process, separate from tokenising and writing. `auto`: if vLLM schedules
     asynchronously, which it does on a GPU except with `context`, suffix decoding and, before 0.33, prompt lookup."""
     sampling_args: Settings = {}
-    """Passed to `SamplingParams`, in addition to the `sampling` section."""
+    """Passed to `SamplingParams`, in addition to the `sampling` section; `temperature`, `seed`, `n`, `stop` and
+    `logprobs` belong in that section."""
+
+    @field_validator("sampling_args")
+    @classmethod
+    def _leaves_sampling_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in OF_SAMPLING:
+            if key in value:
+                raise ValueError(f"{key} belongs in the sampling section: sampling.{key}")
+        return value
 
     def neutral_keys(self) -> set[str]:
         memory = {"gpu_memory_utilization", "kv_cache_memory_bytes", "block_size"}

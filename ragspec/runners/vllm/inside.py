@@ -18,7 +18,7 @@ from ragspec.runners.vllm.config import Additions
 from ragspec.runners.vllm.patches.guarded_drafts import GuardedProposer
 from ragspec.runners.vllm.patches.request_ends import tell_at_end
 from ragspec.runners.vllm.patches.settling import settle_beside
-from ragspec.runners.vllm.patches.steps import patch_steps, written_in
+from ragspec.runners.vllm.patches.steps import ask_always, patch_steps, verified_in, written_in
 from ragspec.runners.vllm.patches.undrafted import UndraftedRequests, is_reachable
 
 
@@ -33,12 +33,16 @@ class Inside:
         self._drafts_elsewhere = False  # our proposer, in the devices' processes
         self._ended: dict[str, dict[str, Any]] = {}  # what is known of aborted requests
         self._steps = HostTime()
+        scheduler = core.scheduler
+        tell_at_end(scheduler, self._known)
         if not is_reachable(core.vllm_config):
             if additions.drafts:
                 self._workers("ragspec_follow")
                 self._drafts_elsewhere = True
             return
-        scheduler, (model_runner,) = core.scheduler, self._workers(lambda worker: worker.model_runner)
+        (model_runner,) = self._workers(lambda worker: worker.model_runner)
+        if additions.drafts:
+            ask_always(model_runner)
         patch_steps(scheduler, model_runner)
         UndraftedRequests(scheduler, model_runner, on_cpu=additions.on_cpu)
         if additions.drafts:
@@ -47,7 +51,6 @@ class Inside:
             settle_beside(model_runner, self._proposer)
         if additions.pauses is not None:
             self._guarded = GuardedProposer(core, model_runner, pauses=additions.pauses)
-        tell_at_end(scheduler, self._known)
         self._steps.watch(scheduler)
 
     def _workers(self, call: Any) -> list[Any]:
@@ -89,11 +92,12 @@ class Inside:
 
     def _known(self, request: Any) -> dict[str, Any]:
         row = self._proposer.finish(request.request_id) if self._proposer is not None else None
-        known: dict[str, Any] = {"steps": written_in(request.spec_decode_metrics)}
+        metrics = request.spec_decode_metrics
+        known: dict[str, Any] = {"steps": written_in(metrics)}
         if row is not None:
             known["accepted"] = row.accepted
-        if request.status.name == "FINISHED_ABORTED":  # it has no last output
-            self._ended[request.request_id] = known
+        if request.status.name == "FINISHED_ABORTED":  # it has no last output, which the metrics would come with
+            self._ended[request.request_id] = known | {"verified": verified_in(metrics)}
         return known
 
 
@@ -148,6 +152,7 @@ class WorkerExtension:
     def ragspec_follow(self) -> None:
         """Let our proposer follow the requests of its model runner."""
         if self._proposer is not None:
+            ask_always(self.model_runner)
             self._proposer.follow(self.model_runner)
 
     def ragspec_reset(self) -> None:

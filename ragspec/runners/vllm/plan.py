@@ -255,7 +255,7 @@ class Plan:
         wanted = self._wants_own_process() if self.args.own_process == "auto" else self.args.own_process
         self.own_process = wanted or envs.VLLM_ENABLE_V1_MULTIPROCESSING
         self.undraftable = self.method != PLAIN and self.is_tried() and is_reachable(config)
-        self.additions = self._additions() if self.undraftable or is_ours(self.method) else None
+        self.additions = self._additions() if self.method != PLAIN and self.is_tried() else None
         self.asynchronous = bool(config.scheduler_config.async_scheduling)
         self.rows = int(config.scheduler_config.max_num_seqs)
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")

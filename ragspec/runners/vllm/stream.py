@@ -27,6 +27,7 @@ from ragspec.records import Copied, Failure, Generation, Request, Sampling, Toke
 from ragspec.runners.vllm.config import one_line
 from ragspec.runners.vllm.engine import Engine, EngineDied
 from ragspec.runners.vllm.patches import KEY
+from ragspec.runners.vllm.patches.steps import verified_in
 from ragspec.runners.vllm.patches.undrafted import unchecked_params
 from ragspec.speculation.copied_spans import CopiedSpans
 from ragspec.speculation.drafters.base import Draft
@@ -115,21 +116,22 @@ def drafted_in(
     return bytes(guessed), spans.worth_citing(token_ids)
 
 
-def spec_stats(metrics: Any, written: int, output_tokens: int, steps: int | None = None) -> SpecStats:
+def spec_stats(
+    verified: Iterable[Sequence[int]], written: int, output_tokens: int, steps: int | None = None
+) -> SpecStats:
     """Return one request's counts.
 
     Args:
-        metrics: vLLM's, which list only the steps that drafted.
+        verified: The (drafted, accepted) tokens of the steps that drafted.
         written: Tokens that vLLM returned.
         output_tokens: Those up to the end of the answer.
         steps: In how many steps tokens were generated. None: every step that did not draft is assumed to have
             generated one token, and the last draft not to have run past the answer.
     """
     stats = SpecStats()
-    if metrics is not None:
-        for drafted, accepted in zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True):
-            if drafted:
-                stats.record(drafted, accepted)
+    for drafted, accepted in verified:
+        if drafted:
+            stats.record(drafted, accepted)
     if steps is None:  # the step that computes the prompt never drafts
         steps = stats.steps + max(min(1, written), written - stats.accepted - stats.steps)
     stats.steps = steps
@@ -359,6 +361,8 @@ class Stream:
         token_ids, reason = self._trimmed(request, written)
         reason = reason if reason == "stop" else answer.finish_reason
         known = (output.kv_transfer_params or {}).get(KEY) or self._engine.ended(output.request_id)
+        # vLLM's own metrics come with the last output, which an answer that a stop string ended has none of
+        verified = known.get("verified") or verified_in(answer.spec_decode_metrics)
         guessed, copied = drafted_in(request, known["accepted"], token_ids) if "accepted" in known else (b"", ())
         if reason not in ("stop", "length"):
             if request.grammar:
@@ -373,7 +377,7 @@ class Stream:
             request.index,
             token_ids,
             reason,
-            spec_stats(answer.spec_decode_metrics, len(written), len(token_ids), known.get("steps")),
+            spec_stats(verified, len(written), len(token_ids), known.get("steps")),
             latency_s=perf_counter() - submitted.at,
             time_to_first_token_s=None if first is None else max(0.0, first - submitted.at),
             cached_prompt_tokens=output.num_cached_tokens or 0,

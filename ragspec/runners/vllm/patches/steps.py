@@ -44,6 +44,19 @@ def written_in(metrics: Any) -> int | None:
     return getattr(metrics, WRITTEN, None)
 
 
+def verified_in(metrics: Any) -> list[tuple[int, int]]:
+    """Return the (drafted, accepted) tokens of each step that drafted for a request; [] without metrics."""
+    return [] if metrics is None else list(zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True))
+
+
+def ask_always(model_runner: Any) -> None:
+    """Ask our proposer after every step: it ends each draft at the model's length, and follows the tokens of all rows.
+
+    vLLM asks none in a step in which one row is within a draft of the model's length.
+    """
+    model_runner._input_fits_in_drafter = lambda metadata: metadata is not None
+
+
 def skip_placeholders(scheduler: Any) -> None:
     """Start rows without placeholder drafts, which vLLM adds whenever speculation is configured."""
     schedule = scheduler.schedule
