@@ -161,6 +161,8 @@ def test_a_step_of_any_rows_has_a_shape(counts, blocks):
 def test_prompts_are_cut_where_padding_takes_longer_than_another_step(tokens, sizes):
     shapes = [shape for _, shape in StepShapes(exact=False).cut([Segment(0, 0, tokens, alone=True)], 32, 0.0)]
     assert [shape.packed for shape in shapes] == sizes
+    launched = list(StepShapes(exact=False).cut([Segment(0, 0, tokens, alone=True)], 32, 0.0, captured=False))
+    assert len(launched) == 1
 
 
 def shapes_of(segments, token_share=1e-5, exact=False):

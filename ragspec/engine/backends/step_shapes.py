@@ -129,7 +129,7 @@ class StepShapes:
         return shapes
 
     def cut(
-        self, segments: Sequence[Segment], width: int, token_share: float
+        self, segments: Sequence[Segment], width: int, token_share: float, *, captured: bool = True
     ) -> Iterator[tuple[list[StepRow], StepShape]]:
         """Yield the rows of each step for some segments, and its shape, but for the logits that are wanted.
 
@@ -137,6 +137,8 @@ class StepShapes:
             segments: What is to be computed.
             width: Of block tables.
             token_share: Bytes of a token's keys and values, as a share of the weights'.
+            captured: Whether steps are captured. Launching others takes longer than what they compute, so prompts are
+                then padded rather than cut into more steps.
         """
         decoding: list[tuple[int, Segment]] = []
         prompts: list[tuple[int, Segment]] = []
@@ -159,7 +161,7 @@ class StepShapes:
                 yield part, StepShape(most if self.exact else padded(len(part), ROWS), tokens, width, self.exact)
         rows, most = step_rows(prompts, TILE), self._prompt_sizes[-1][1] - 1
         while rows:
-            tokens = MOST if self.exact else least_cost(min(MOST, sum(row.count for row in rows)))[2]
+            tokens = MOST if self.exact or not captured else least_cost(min(MOST, sum(row.count for row in rows)))[2]
             part, rows = _first(rows, tokens, most, whole=self.exact)
             length = sum(row.count for row in part)
             size = next(size for size in self._prompt_sizes if length <= size[0] and len(part) < size[1])

@@ -211,7 +211,7 @@ class PagedSteps:
         """Yield the rows of each of the steps for some segments, and its shape, but for the logits that are wanted."""
         width = tables_width(self.cache.slots // self.cache.size)
         if self._pads:
-            yield from self.shapes.cut(segments, width, self._token_share)
+            yield from self.shapes.cut(segments, width, self._token_share, captured=self.captures)
             return
         tokens = max(segment.count for segment in segments)
         rows = step_rows(packed(segments), tokens)
