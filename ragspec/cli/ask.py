@@ -93,12 +93,12 @@ def ask(
     with quiet_pipe(), loaded(console, run_config) as pipeline:
         asked = [question] if question is not None else _questions(console)
         stops = _only_the_answer if question is None and sys.stdin.isatty() else nullcontext
-        failed = answered = 0
+        failed = count = 0
         for each in asked:
-            answered += 1
+            count += 1
             with stops(console):
                 failed += not _answer(pipeline, each, passages, console, view, searched=bool(run_config.retrieval))
-    if not answered and not sys.stdin.isatty():
+    if not count and not sys.stdin.isatty():
         raise ConfigError("stdin holds no question; give one as an argument, or one per line")
     if failed and (question is not None or not sys.stdin.isatty()):
         raise typer.Exit(1)

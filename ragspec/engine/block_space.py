@@ -40,14 +40,12 @@ class BlockSpace:
         """Return the part of a step's work that there are blocks for, and a request that does not fit even alone."""
         kept = list(work)
         while self._missing(kept) > self._cache.free:
-            left = scheduler.forget_oldest()
+            left, alone = scheduler.forget_oldest(), len(scheduler.rows()) == 1
             if left is not None:
                 self._cache.drop(left)
-            elif any(_drops(item) for item in kept):
-                kept = [_without_draft(item) if _drops(item) else item for item in kept]
-            elif len(scheduler.rows()) == 1 and kept[0].draft.token_ids:
-                kept = [_without_draft(kept[0])]
-            elif len(scheduler.rows()) == 1:
+            elif any(_drops(item, alone) for item in kept):
+                kept = [_without_draft(item) if _drops(item, alone) else item for item in kept]
+            elif alone:
                 return [], kept[0].row
             else:
                 place, row = scheduler.preempt_youngest()
@@ -69,9 +67,9 @@ class BlockSpace:
         return sum(self._cache.missing(item.row.place, item.row.computed, item.slots) for item in work)
 
 
-def _drops(item: ScheduledRequest) -> bool:
-    """Return whether an item has a draft that nothing was sampled for."""
-    return bool(item.draft.token_ids) and item.draft.probabilities is None
+def _drops(item: ScheduledRequest, alone: bool) -> bool:
+    """Return whether an item's draft is dropped: one that was sampled only if no other request can give way."""
+    return bool(item.draft.token_ids) and (alone or item.draft.probabilities is None)
 
 
 def _without_draft(item: ScheduledRequest) -> ScheduledRequest:

@@ -95,9 +95,7 @@ class Drafting:
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)
-        if joined:
-            return [Draft()] * len(rows)
-        if (
+        if joined or (
             prefill_tokens
             and self._cost is not None
             and hopeless(len(rows), self._cost, reach_of(rows), prefill_tokens)

@@ -14,7 +14,7 @@ import copy
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import orjson
@@ -28,17 +28,22 @@ MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # DeepSeek uses the f
 LEAST = 2  # characters; a space cannot be inserted into a single one
 INCOMPLETE = "\ufffd"  # what part of a character is decoded to
 SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of a tokenizer that falls back to bytes
-SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))  # bytes that byte-level tokenizers write as such
-BYTES = {chr(byte): byte for byte in SHOWN} | {
-    chr(0x100 + at): byte for at, byte in enumerate(sorted(set(range(0x100)) - set(SHOWN)))
-}
+
+
+@cache
+def _byte_level() -> dict[str, int]:
+    """Return the bytes that the characters of byte-level vocabularies (GPT-2) stand for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 def bytes_of(token: str) -> bytes | None:
     """Return the bytes of a token as vocabularies write it, byte-level (GPT-2) or `<0xE2>`; None if it is neither."""
     if single := SINGLE_BYTE.fullmatch(token):
         return bytes([int(single[1], 16)])
-    return bytes(BYTES[char] for char in token) if all(char in BYTES for char in token) else None
+    known = _byte_level()
+    return bytes(known[char] for char in token) if all(char in known for char in token) else None
 
 
 class ControlTokens:

@@ -297,7 +297,7 @@ def _structured(
 def is_valid(flight: RecordInFlight, form: Form, answer: Generation, text: str) -> bool:
     """Return whether an answer matches its form. One that was cut off does if nothing is missing."""
     sampling = flight.sampling  # whose stop strings and tokens may cut anywhere
-    cut = bool(sampling.stop) or answer.token_ids[-1:] in ([token] for token in sampling.stop_token_ids)
+    cut = bool(sampling.stop) or any(token in sampling.stop_token_ids for token in answer.token_ids[-1:])
     ended = answer.finish_reason == "stop" and not cut
     if not form.is_json:
         return ended or is_complete(flight.grammar, text)

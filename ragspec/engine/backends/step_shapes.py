@@ -77,10 +77,15 @@ def tokens_per_row(counts: Sequence[int], blocks: float) -> int:
         rows = sum(-(-count // tokens) for count in counts)
         steps, rest = divmod(rows, most_rows(tokens))
         sizes = [most_rows(tokens)] * steps + [padded(rest, ROWS)] * (rest > 0)
-        taken = sum(max(1.0, size * tokens / RIDGE) for size in sizes) + rows * blocks
+        taken = sum(_cost(size * tokens) for size in sizes) + rows * blocks
         if taken < least:
             best, least = tokens, taken
     return best
+
+
+def _cost(tokens: int) -> float:
+    """Return how long a step of so many tokens takes, padding included, in times that reading the weights takes."""
+    return max(1.0, tokens / RIDGE)
 
 
 def most_rows(tokens: int) -> int:
@@ -196,16 +201,16 @@ class StepShapes:
 def least_cost(tokens: int) -> tuple[float, int, int]:
     """Return how to compute so many tokens of prompts soonest: its cost, number of steps, and the first one's size.
 
-    A step costs at least 1, and as much more as it has more than RIDGE tokens: padding may cost more than another step.
+    Padding may cost more than another step.
     """
     if tokens > MOST:
         steps, rest = divmod(tokens, MOST)
         cost, more = least_cost(rest)[:2] if rest else (0.0, 0)
-        return steps * MOST / RIDGE + cost, steps + more, MOST
+        return steps * _cost(MOST) + cost, steps + more, MOST
     found = []
     for size in reversed(PROMPTS):
         cost, steps = (0.0, 0) if size >= tokens else least_cost(tokens - size)[:2]
-        found.append((max(1.0, size / RIDGE) + cost, 1 + steps, size))
+        found.append((_cost(size) + cost, 1 + steps, size))
     return min(found, key=lambda way: way[:2])
 
 
