@@ -64,7 +64,7 @@ class BlockSpace:
         return True
 
     def _missing(self, work: Sequence[ScheduledRequest]) -> int:
-        return sum(self._cache.missing(item.row.place, item.row.computed, item.slots) for item in work)
+        return sum(self._cache.missing(item.row.place, item.start, item.slots) for item in work)
 
 
 def _drops(item: ScheduledRequest, alone: bool) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -289,13 +289,15 @@ class Engine:
     ) -> Iterator[Generation | Failure]:
         """Run one forward over all rows; yield the records that it finishes."""
         timer, failure, unfit = StepTimer(), None, None
+        ahead, self._ahead = self._ahead, None
         try:
             self._begin(scheduler, starts)
-            work = self._plan(scheduler)
+            work, later = self._plan(scheduler, ahead)
             timer.planned(self._drafting.asking_s)
             if self._space is not None:
                 work, unfit = self._space.make_room(scheduler, work)
-            fits = self._grow(scheduler, max((item.slots for item in work), default=0))
+                later = [item for item in later if item.row.place >= 0]  # not preempted
+            fits = self._grow(scheduler, max((item.slots for item in [*work, *later]), default=0))
         except MAY_BE_MEMORY as error:
             failure = out_of_memory(error)
         if failure is not None:  # outside of the handler, since the error keeps allocations alive
@@ -305,11 +307,12 @@ class Engine:
         elif not fits:
             yield from oom_policy.shrink_batch(scheduler, work)
         else:
-            written, failed = yield from self._forward(work, timer, scheduler, oom_policy)
+            written, failed = yield from self._forward(work, ahead, later, timer, scheduler, oom_policy)
             self._commit(written, timer, scheduler, oom_policy)
             if failed is None:
                 oom_policy.succeeded()
             else:
+                self._ahead = None
                 yield from oom_policy.run_alone(scheduler, *failed)
 
     def _begin(self, scheduler: Scheduler, starts: Sequence[Start]) -> None:
@@ -344,9 +347,14 @@ class Engine:
             if not row.written:
                 row.cached = loaded
 
-    def _plan(self, scheduler: Scheduler) -> list[ScheduledRequest]:
-        """Return what each row does: ready rows decode, the others are filled, oldest first."""
-        chunk = self._settings.chunk
+    def _plan(
+        self, scheduler: Scheduler, ahead: StepAhead | None
+    ) -> tuple[list[ScheduledRequest], list[ScheduledRequest]]:
+        """Return what each row does: ready rows decode, the others are filled, oldest first.
+
+        Return also chunks of prompts that are better computed in the next step, beside rows that decode there. ahead:
+        what of this step has been started.
+        """
         rows = scheduler.rows()
         # where bits count, a prompt's last token is computed with its prompt, whatever is computed already
         last = [row.ready and not (self._exact and row.computed < row.prompt_tokens) for row in rows]
@@ -354,27 +362,47 @@ class Engine:
         filling = sorted((row for row, each in zip(rows, last, strict=True) if not each), key=lambda row: row.started)
         missing = sum(len(row.tokens) - row.computed for row in filling)
         self._expect(ready)
-        prefill = min(missing, chunk)
-        joined = bool(filling) and self._model.joins([row.computed for row in ready], len(filling), prefill)
+        prefill = min(missing, self._settings.chunk)
+        joined = self._model.joins([row.computed for row in ready], prefill, drafts=not self._plain)
         drafts = self._drafting.drafts(ready, prefill, joined=joined)
         work = [
-            ScheduledRequest(row, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
+            ScheduledRequest(row, row.computed, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
             for row, draft in zip(ready, drafts, strict=True)
         ]
-        budget = chunk
+        budget = self._settings.chunk
         if not self._model.computes_prompts_apart:
-            budget = max(chunk - sum(len(item.token_ids) for item in work), chunk // 4)
+            budget = max(budget - sum(len(item.token_ids) for item in work), budget // 4)
+        begun = {id(row): row.computed for row in filling}
+        if ahead is None:
+            prompts = self._chunks(filling, begun, budget)
+        else:
+            prompts = [item for item in ahead.prompts if id(item.row) in begun]
+        waits = joined and self._plain
+        if not waits and ahead is None:
+            return work + prompts, []
+        started = {id(item.row): item.slots for item in prompts}
+        later = self._chunks(filling, begun | started, budget)
+        if waits and not needs_logits([*work, *prompts, *later]):
+            return work + prompts, later
+        if ahead is not None:
+            prompts += [item for item in later if id(item.row) not in started]
+        return work + prompts, []
+
+    def _chunks(self, filling: Sequence[RequestState], begun: Mapping[int, int], budget: int) -> list[ScheduledRequest]:
+        """Return the next chunks of prompts, of up to `budget` tokens. begun: what is computed of each, by identity."""
+        chunks = []
         for row in filling:
-            start, end = row.computed, row.computed + budget
+            start = begun[id(row)]
+            end = start + budget
             again = self._exact and start >= row.prompt_tokens  # it was preempted
             if self._exact:
                 end = min(end, start + TILE if again else row.prompt_tokens)
             piece = row.tokens[start:end]
             if piece:
                 writes = start + len(piece) == len(row.tokens)
-                work.append(ScheduledRequest(row, piece, writes=writes, again=again))
+                chunks.append(ScheduledRequest(row, start, piece, writes=writes, again=again))
             budget -= len(piece)
-        return work
+        return chunks
 
     def _expect(self, rows: Sequence[RequestState]) -> None:
         """Tell cost models what share of the rows' tokens is read once for all."""
@@ -395,7 +423,13 @@ class Engine:
         return True
 
     def _forward(
-        self, work: Sequence[ScheduledRequest], timer: StepTimer, scheduler: Scheduler, oom_policy: OomPolicy
+        self,
+        work: Sequence[ScheduledRequest],
+        ahead: StepAhead | None,
+        later: Sequence[ScheduledRequest],
+        timer: StepTimer,
+        scheduler: Scheduler,
+        oom_policy: OomPolicy,
     ) -> Generator[Generation | Failure, None, tuple[StepOutput, tuple[RequestState, str] | None]]:
         """Yield the last step's outcomes while the device computes; return the target's tokens by row, and the row that
         failed in a forward of its own, if any.
@@ -408,7 +442,7 @@ class Engine:
         while parts:
             part, failure, result = parts.pop(0), None, None
             try:
-                result = self._begin_forward(part)
+                result = self._begin_forward(part, ahead, later)
             except MAY_BE_MEMORY as error:
                 failure = out_of_memory(error)
             if result is not None:
@@ -435,18 +469,22 @@ class Engine:
         oom_policy.together.succeeded()
         return written, None
 
-    def _begin_forward(self, work: Sequence[ScheduledRequest]) -> StepResult:
-        """Start what was not started ahead, and the step after it; return the result of `work`, in its order."""
-        ahead, self._ahead = self._ahead, None
+    def _begin_forward(
+        self, work: Sequence[ScheduledRequest], ahead: StepAhead | None, later: Sequence[ScheduledRequest]
+    ) -> StepResult:
+        """Start what was not started ahead, and the step after it; return the result of `work`, in its order.
+
+        later: chunks of prompts for the step after it.
+        """
         bare = not needs_logits(work)
-        rest = [item for item in work if ahead is None or not bare or ahead.number(item) is None]
+        rest = [item for item in work if ahead is None or not bare or not ahead.holds(item)]
         result = self._launch(rest, logits=not bare) if rest else None
         if ahead is not None and len(rest) < len(work):
             result = ahead.joined(work, result)
         assert result is not None
-        if bare and self._plain and all(item.decodes for item in work):
+        if bare and self._plain:
             try:
-                self._ahead = start_ahead(self._model, work, result)
+                self._ahead = start_ahead(self._model, work, later, result)
             except MAY_BE_MEMORY as error:
                 out_of_memory(error)  # it is started when it is due, and fails then
         return result

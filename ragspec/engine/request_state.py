@@ -201,11 +201,13 @@ class Start:
 class ScheduledRequest:
     """What one request does in a step: verify a draft after its last token (decodes), or compute a chunk of its text.
 
-    writes: whether the last of `token_ids` is the row's last, so that a token is generated. again: whether they are an
-    answer's tokens that are computed once more, as they were. logprobs: of the generated tokens, if requested.
+    start: position of the first of `token_ids`. writes: whether the last of these is the row's last, so that a token is
+    generated. again: whether they are an answer's tokens that are computed once more, as they were. logprobs: of the
+    generated tokens, if requested.
     """
 
     row: RequestState
+    start: int
     token_ids: list[int]
     draft: Draft = field(default_factory=Draft)
     decodes: bool = False
@@ -221,12 +223,10 @@ class ScheduledRequest:
     @property
     def segment(self) -> Segment:
         """Where its tokens go in the forward."""
-        row = self.row
-        return Segment(
-            row.place, row.computed, len(self.token_ids), alone=not (self.decodes or self.again), base=row.base
-        )
+        alone = not (self.decodes or self.again)
+        return Segment(self.row.place, self.start, len(self.token_ids), alone=alone, base=self.row.base)
 
     @property
     def slots(self) -> int:
         """Cache slots (token positions) that its row needs."""
-        return self.row.computed + len(self.token_ids)
+        return self.start + len(self.token_ids)

@@ -1,7 +1,8 @@
 """The next step of rows that decode without drafts, started before the present one is read.
 
-So the device need not wait for the host: the tokens that rows have just written are still there. A row may turn out to
-have ended; what is computed for it then is dropped. Limit: models over a paged cache; greedy rows.
+So the device need not wait for the host: the tokens that rows have just written are still there. Chunks of prompts that
+are known by then are computed in the same step. A row may turn out to have ended; what is computed for it then is
+dropped. Limit: models over a paged cache; greedy rows.
 """
 
 from __future__ import annotations
@@ -15,35 +16,50 @@ from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.result import StepResult
 from ragspec.engine.request_state import RequestState, ScheduledRequest
 
+UNREAD = -1  # index of the result of tokens that none is wanted of
+
 
 class StepAhead:
-    """A step that has been started. rows: those it computes, each with the length of its text, in order."""
+    """A step that has been started.
 
-    def __init__(self, rows: Sequence[tuple[RequestState, int]], result: StepResult) -> None:
-        self._numbers = {(id(row), length): number for number, (row, length) in enumerate(rows)}
+    Args:
+        rows: Those that decode, each with the position of its token, in order.
+        prompts: The chunks computed beside them.
+        result: The step's, of the rows' tokens and the last one of each chunk that ends a prompt.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[RequestState, int]], prompts: Sequence[ScheduledRequest], result: StepResult
+    ) -> None:
+        self.prompts = prompts
         self._rows = rows  # alive, so that no other has the same identity
         self._result = result
+        self._numbers = {(id(row), start, 1): number for number, (row, start) in enumerate(rows)}
+        wanted = len(rows)
+        for item in prompts:
+            self._numbers[_key(item)] = wanted if item.writes else UNREAD
+            wanted += item.wanted
 
-    def number(self, item: ScheduledRequest) -> int | None:
-        """Return the index of what an item asks for, None if it was not started."""
-        if not item.decodes or item.draft.token_ids:
-            return None
-        return self._numbers.get((id(item.row), len(item.row.tokens)))
+    def holds(self, item: ScheduledRequest) -> bool:
+        """Return whether what an item asks for was started."""
+        return _key(item) in self._numbers
 
     def joined(self, work: Sequence[ScheduledRequest], rest: StepResult | None) -> JoinedResult:
         """Return the result of `work`. rest: of the items that were not started, in their order."""
-        return JoinedResult(self._result, [self.number(item) for item in work], [item.wanted for item in work], rest)
+        numbers = [self._numbers.get(_key(item)) for item in work if item.writes]
+        return JoinedResult(self._result, numbers, rest)
+
+
+def _key(item: ScheduledRequest) -> tuple[int, int, int]:
+    return id(item.row), item.start, len(item.token_ids)
 
 
 class JoinedResult:
     """The result of items of which some were started ahead (model/result.py). numbers: None for the others."""
 
-    def __init__(
-        self, ahead: StepResult, numbers: Sequence[int | None], wanted: Sequence[int], rest: StepResult | None
-    ) -> None:
+    def __init__(self, ahead: StepResult, numbers: Sequence[int | None], rest: StepResult | None) -> None:
         self._ahead = ahead
         self._numbers = numbers
-        self._wanted = wanted
         self._rest = rest
 
     def done(self) -> bool:
@@ -54,42 +70,51 @@ class JoinedResult:
         """Return the most likely token after each wanted one."""
         ahead = self._ahead.best()
         rest = iter(self._rest.best() if self._rest is not None else ())
-        found: list[int] = []
-        for number, wanted in zip(self._numbers, self._wanted, strict=True):
-            found += [next(rest) for _ in range(wanted)] if number is None else [ahead[number]]
-        return found
+        return [next(rest) if number is None else ahead[number] for number in self._numbers]
 
     def written(self) -> tuple[torch.Tensor, list[int]] | None:
-        """Return best tokens on the device, and the index there of each; None if they are in several tensors."""
-        found = self._ahead.written()
-        if self._rest is not None or found is None:
+        """Return best tokens on the device, and the index there of each; None if there is no such tensor."""
+        ahead = self._ahead.written()
+        rest = self._rest.written() if self._rest is not None else None
+        if ahead is None or (self._rest is not None and rest is None):
             return None
-        return found[0], [found[1][number] for number in self._numbers if number is not None]
+        tokens, places = ahead
+        if rest is None:
+            return tokens, [places[number] for number in self._numbers if number is not None]
+        others = (len(tokens) + place for place in rest[1])
+        found = [next(others) if number is None else places[number] for number in self._numbers]
+        return torch.cat([tokens, rest[0]]), found
 
     def logits(self) -> torch.Tensor:
         """Raise: only best tokens are started ahead."""
         raise NotImplementedError
 
 
-def start_ahead(model: Model, work: Sequence[ScheduledRequest], result: StepResult) -> StepAhead | None:
+def start_ahead(
+    model: Model, work: Sequence[ScheduledRequest], prompts: Sequence[ScheduledRequest], result: StepResult
+) -> StepAhead | None:
     """Start the step after `work`, of which `result` is not read yet; return None if that cannot be.
 
-    work: rows that decode without drafts and need no logits.
+    work: of rows that have no drafts and need no logits. prompts: chunks that are computed beside.
     """
     written = result.written()
-    slots = max(item.slots for item in work) + 1
+    writing = [item.row for item in work if item.writes]
+    going = [at for at, row in enumerate(writing) if row.written + 1 < row.request.sampling.max_new_tokens]
+    rows = [(writing[at], len(writing[at].tokens)) for at in going]
+    slots = max([start + 1 for _, start in rows] + [item.slots for item in prompts], default=0)
     if (
         model.steps is None
         or written is None
+        or not rows
         or slots > model.cache.slots
-        or not model.steps.shapes.one_step(len(work))
+        or not model.steps.shapes.one_step(len(rows))
     ):
         return None
-    going = [at for at, item in enumerate(work) if item.row.written + 1 < item.row.request.sampling.max_new_tokens]
-    if not going:
-        return None
-    rows = [(work[at].row, len(work[at].row.tokens) + 1) for at in going]
-    segments = [Segment(row.place, length - 1, 1, base=row.base) for row, length in rows]
+    segments = [Segment(row.place, start, 1, base=row.base) for row, start in rows]
+    segments += [item.segment for item in prompts]
+    token_ids, wanted = [0] * len(rows), list(range(len(rows)))
+    for item in prompts:
+        token_ids += item.token_ids
+        wanted += range(len(token_ids) - item.wanted, len(token_ids))
     sources = written[0], [written[1][at] for at in going]
-    found = model.begin_after(segments, sources)
-    return StepAhead(rows, found)
+    return StepAhead(rows, prompts, model.begin_after(segments, token_ids, wanted, sources))

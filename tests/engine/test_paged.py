@@ -159,36 +159,50 @@ def test_a_step_of_any_rows_has_a_shape(counts, blocks):
     ],
 )
 def test_prompts_are_cut_where_padding_takes_longer_than_another_step(tokens, sizes):
-    shapes = [shape for _, shape in StepShapes(exact=False).cut([Segment(0, 0, tokens, alone=True)], 32, 0.0)]
+    shapes = [shape for _, shape in StepShapes(exact=False).cut([Segment(0, 0, tokens, alone=True)], 32, 0.0, 4)]
     assert [shape.packed for shape in shapes] == sizes
-    launched = list(StepShapes(exact=False).cut([Segment(0, 0, tokens, alone=True)], 32, 0.0, captured=False))
+    launched = list(StepShapes(exact=False).cut([Segment(0, 0, tokens, alone=True)], 32, 0.0, 4, captured=False))
     assert len(launched) == 1
 
 
-def shapes_of(segments, token_share=1e-5, exact=False):
-    return [(len(rows), shape.packed) for rows, shape in StepShapes(exact).cut(segments, 32, token_share)]
+def shapes_of(segments, most=64, exact=False):
+    cuts = StepShapes(exact).cut(segments, 32, 1e-5, most)
+    return [(len(rows), shape.packed, shape.beside) for rows, shape in cuts]
 
 
 def test_rows_that_decode_are_computed_with_prompts_where_that_is_sooner():
-    decoding = [Segment(row, 600, 1) for row in range(6)]
-    prompt = Segment(8, 0, 500, alone=True)
-    assert shapes_of([*decoding, prompt]) == [(14, 512)]
-    assert shapes_of([*decoding, replace(prompt, count=510)]) == [(6, 0), (8, 512)]  # 516 would take two steps
-    assert shapes_of([*decoding[1:], replace(decoding[0], count=2), prompt]) == [(6, 0), (8, 512)]  # a draft
-    assert shapes_of([*decoding, prompt], token_share=1e-3) == [(6, 0), (8, 512)]  # much to read
-    many = [Segment(row, 600, 1) for row in range(20)]
-    assert shapes_of([*many, prompt]) == [(20, 0), (8, 512)]
-    assert shapes_of([*decoding, prompt], exact=True) == [(6, 0), (8, 2048)]
+    decoding = [Segment(row, 600, 1) for row in range(60)]
+    prompt = Segment(60, 0, 500, alone=True)
+    assert shapes_of([*decoding, prompt]) == [(68, 512, 64)]
+    assert shapes_of([*decoding[:1], prompt]) == [(9, 512, 64)]  # places for all rows of the run
+    assert shapes_of([*decoding[1:], replace(decoding[0], count=2), prompt]) == [(60, 0, 0), (8, 512, 0)]  # a draft
+    assert shapes_of([*decoding, prompt], most=256) == [(60, 0, 0), (8, 512, 0)]  # so many are no cheaper there
+    assert shapes_of([*decoding, replace(prompt, count=60)], most=128) == [(61, 64, 128)]
+    assert shapes_of([*decoding, prompt], most=600) == [(60, 0, 0), (8, 512, 0)]
+    assert shapes_of([*decoding, prompt], exact=True) == [(60, 0, 0), (8, 2048, 0)]
+    assert shapes_of([*decoding, replace(prompt, count=3000)]) == [(92, 2048, 64), (15, 1024, 0)]  # beside the first
+
+
+@pytest.mark.parametrize(
+    ("rows", "read", "joined"), [(16, 0.1, True), (16, 0.5, False), (64, 0.35, False), (4, 0.1, True)]
+)
+def test_rows_that_could_verify_drafts_join_prompts_only_if_they_are_few(rows, read, joined):
+    assert StepShapes(exact=False).joins(rows, rows, read, 500, drafts=True) is joined
+    assert StepShapes(exact=False).joins(rows, rows, read, 500)
 
 
 @given(st.lists(st.one_of(st.just(1), st.integers(65, 900)), min_size=1, max_size=24), st.booleans())
 def test_steps_hold_each_token_once(counts, exact):
     segments = [Segment(row, 7 * row, count, alone=count > 1) for row, count in enumerate(counts)]
     seen = []
-    for rows, shape in StepShapes(exact).cut(segments, 32, 1e-5):
-        assert len(rows) < shape.rows or not shape.packed
-        assert len(rows) <= shape.rows
-        assert sum(row.count for row in rows) <= (shape.packed or shape.rows)
+    for rows, shape in StepShapes(exact).cut(segments, 32, 1e-5, 24):
+        beside = [row for row in rows if row.beside]
+        assert rows[len(rows) - len(beside) :] == beside
+        assert len(beside) <= shape.beside
+        tiles = len(rows) - len(beside)
+        assert tiles < shape.rows or not shape.packed
+        assert tiles <= shape.rows
+        assert sum(row.count for row in rows[:tiles]) <= (shape.packed or shape.rows)
         for row in rows:
             seen += [(row.row, row.start + at, row.packed + at) for at in range(row.count)]
     asked = [
@@ -342,7 +356,7 @@ def test_rows_that_are_computed_with_prompts_are_not_drafted_for(in_blocks, tiny
         "_ask",
         lambda self, rows, prefill: asked.append(prefill) or original(self, rows, prefill),
     )
-    monkeypatch.setattr(step_shapes, "LONG", 100.0 if joined else 0.0)
+    monkeypatch.setattr(steps.PagedSteps, "_token_share", 0.0 if joined else 1.0)
     assert ids(answers(in_blocks, tiny, RowProposer(ContextDrafter(), 5, None), rows=4)) == plain
     assert 0 in asked
     assert any(asked) is not joined
@@ -386,6 +400,45 @@ def test_a_step_started_ahead_is_of_the_rows_that_go_on(in_blocks, in_one_piece,
     assert len({len(tokens) for tokens, _ in expected.values()}) > 3
     assert ended(in_blocks) == expected
     assert sum(each is not None for each in started) > 5
+
+
+@pytest.fixture
+def prompts_ahead(monkeypatch):
+    """The number of chunks of prompts in each step that is started ahead."""
+    found = []
+    original = engine_module.start_ahead
+
+    def counted(*args):
+        step = original(*args)
+        found.append(len(step.prompts) if step else 0)
+        return step
+
+    monkeypatch.setattr(engine_module, "start_ahead", counted)
+    return found
+
+
+def mixed_requests(tokenizer, seed, sampled):
+    """Requests of random lengths, some of which begin alike; every `sampled`th is sampled."""
+    rng = random.Random(seed)
+    heads = [request.token_ids for request in requests_for(tokenizer)]
+    for i in range(20):
+        tokens = [*rng.choice(heads[:3]), *(rng.randrange(5, 300) for _ in range(rng.randrange(1, 70)))]
+        temperature = 0.0 if (i + 1) % sampled else 0.9
+        sampling = Sampling(max_new_tokens=rng.randrange(1, 30), temperature=temperature, seed=3)
+        yield Request(i, f"m{i}", tokens, sampling)
+
+
+@pytest.mark.parametrize("compute", [pytest.param("flex", marks=FLEX), "gathered"])
+@pytest.mark.parametrize(("rows", "chunk", "sampled"), [(2, 7, 99), (5, 16, 99), (9, 500, 99), (5, 40, 6)])
+def test_prompts_are_computed_in_steps_started_ahead(in_one_piece, tiny, prompts_ahead, compute, rows, chunk, sampled):
+    """Also in chunks, and beside rows that need logits."""
+    model, tokenizer = paged(tiny, compute=gathered if compute == "gathered" else flex(compiled=False))
+    expected = answers(in_one_piece, tiny, rows=1, requests=mixed_requests(tokenizer, rows, sampled))
+    requests = mixed_requests(tokenizer, rows, sampled)
+    found = answers(lambda _: (model, tokenizer), tiny, rows=rows, requests=requests, chunk=chunk)
+    assert ids(found) == ids(expected)
+    assert sum(prompts_ahead) > 3
+    assert model.steps.captured > 0
 
 
 # -- exact --------------------------------------------------------------------------------------------------------
@@ -485,6 +538,18 @@ def texts(lengths, new=24):
     rng = random.Random(7)
     for index, length in enumerate(lengths):
         yield Request(index, str(index), [rng.randrange(5, 300) for _ in range(length)], Sampling(max_new_tokens=new))
+
+
+def test_a_request_that_loses_its_blocks_loses_what_was_started_ahead_for_it(in_one_piece, tiny, prompts_ahead):
+    preempted = 0
+    for blocks in (11, 12, 14, 17):
+        model, tokenizer = short_of_blocks(tiny, blocks)
+        expected = answers(in_one_piece, tiny, rows=1, requests=mixed_requests(tokenizer, blocks, 99))
+        found, left, _ = answered(model, tokenizer, mixed_requests(tokenizer, blocks, 99), rows=6)
+        assert ids(found) == ids(expected)
+        preempted += left
+    assert preempted > 3
+    assert sum(prompts_ahead) > 3
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -590,13 +655,14 @@ def test_a_shape_that_flex_attention_does_not_compile_for_is_computed_over_gathe
     assert model.steps.captured > 0
 
 
-def test_steps_captured_ahead_are_those_of_a_run(tiny, plain):
+def test_steps_captured_ahead_are_those_of_a_run(tiny, plain, monkeypatch):
+    monkeypatch.setattr(steps, "REACH", 0)
     model, tokenizer = paged(tiny)
     model.resize(4)
     model.cache.reserve(100)
     model.logits([Segment(0, 0, 1)], [5], [0])  # its layers are known from the first forward on
     count = model.steps.capture(4, drafts=True)
-    assert count == len([(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4), *step_shapes.PROMPTS])
+    assert count == len([(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4), *2 * step_shapes.PROMPTS])
     right = RowProposer(ContextDrafter(), 5, None)
     assert ids(answers(lambda _: (model, tokenizer), tiny, right, rows=4)) == plain
 

@@ -35,10 +35,11 @@ class StepTensors:
     """What a step computes, on the device.
 
     Attributes:
-        token_ids: (R, n), the row's tokens first; (T,) if they are packed: without the padding of their rows.
-        starts: (R,) position of each row's first token.
-        counts: (R,) number of its tokens; the rest of the row is padding, and so are rows without any.
-        tables: (R, W) the row's blocks; the padding block where it has fewer.
+        token_ids: (R, n), the row's tokens first; (T + D,) if they are packed: without the padding of their rows, and
+            behind them those of D more rows of one token.
+        starts: (R + D,) position of each row's first token.
+        counts: (R + D,) number of its tokens; the rest of the row is padding, and so are rows without any.
+        tables: (R + D, W) the row's blocks; the padding block where it has fewer.
         gather: (R, n), of packed tokens: the index of each row's tokens; any for padding. None if they are not packed.
         scatter: (T,), the index of each packed token among those of the rows; one of padding for padding.
         cascade: What rows share; None: each reads all of its blocks.
@@ -57,48 +58,88 @@ class StepTensors:
         held = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(self, **{name: each.to(device) for name, each in held.items() if each is not None})
 
+    def groups(self) -> list[StepTensors]:
+        """Return the rows in groups whose rows have equally many tokens."""
+        if self.gather is None or self.scatter is None:
+            return [self]
+        rows, length = len(self.gather), len(self.scatter)
+        tiles = replace(
+            self,
+            token_ids=self.token_ids[:length],
+            starts=self.starts[:rows],
+            counts=self.counts[:rows],
+            tables=self.tables[:rows],
+        )
+        if len(self.starts) == rows:
+            return [tiles]
+        ids = self.token_ids[length:, None]
+        return [tiles, StepTensors(ids, self.starts[rows:], self.counts[rows:], self.tables[rows:])]
 
-class PagedAttention:
-    """The attention of one step, for layers on its tensors' device and on others. compute: flex() or gathered()."""
 
-    def __init__(self, cache: PagedCache, step: StepTensors, compute: Compute) -> None:
+class RowGroup:
+    """Rows of a step with n tokens each: where these are, and which blocks they see."""
+
+    def __init__(self, cache: PagedCache, step: StepTensors) -> None:
         tokens = (step.token_ids if step.gather is None else step.gather).shape[1]
         size, device = cache.size, step.token_ids.device
         offsets = torch.arange(tokens, device=device)
-        self.cache = cache
         self.size = size
-        self.device = device
-        self._step = step
-        self._elsewhere: dict[torch.device, PagedAttention] = {}
+        self.blocks = cache.blocks
         self.tables = step.tables
         self.cascade = step.cascade
         self.ends = (step.starts + step.counts).clamp(min=1)  # (R,) padding rows see a slot of the padding block
         self.first = step.starts // size  # (R,) the first block that not all queries see
         # padding repeats the position of its row's last token
         self.positions = torch.minimum(step.starts[:, None] + offsets, self.ends[:, None] - 1)  # (R, n)
+        self.tokens = step.token_ids.numel()  # of the forward's
+        self._gather, self._scatter = step.gather, step.scatter
+        self._masks: dict[Hashable, Any] = {}
         real = offsets < step.counts[:, None]
         block = step.tables.gather(1, self.positions // size)
-        self._gather, self._scatter = step.gather, step.scatter
-        self._writes = self._packed(torch.where(real, block * size, 0).add_(self.positions % size))
-        self._compute = compute
-        self._masks: dict[Hashable, Any] = {}
-        self._written: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, LayerCache]] = {}
+        self.writes = self.packed(torch.where(real, block * size, 0).add_(self.positions % size))
 
-    def _packed(self, values: torch.Tensor) -> torch.Tensor:
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
         """Return the tokens' values, (T, ...), of those of the rows, (R, n, ...)."""
         flat = values.flatten(0, 1)
         return flat if self._scatter is None else flat.index_select(0, self._scatter)
 
+    def by_row(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return the rows' queries, (R, heads, n, head_dim), of those of the tokens, (heads, T, head_dim)."""
+        if self._gather is not None:
+            queries = queries.index_select(1, self._gather.flatten())
+        rows, tokens = self.positions.shape
+        return queries.reshape(-1, rows, tokens, queries.shape[2]).transpose(0, 1)
+
+    def mask(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return a mask, made once for all layers of the step that ask for the same `key`."""
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]
+
+
+class PagedAttention:
+    """The attention of one step, for layers on its tensors' device and on others. compute: flex() or gathered()."""
+
+    def __init__(self, cache: PagedCache, step: StepTensors, compute: Compute) -> None:
+        self.device = step.token_ids.device
+        self._cache = cache
+        self._step = step
+        self._compute = compute
+        self._groups = [RowGroup(cache, group) for group in step.groups()]
+        self._writes = torch.cat([group.writes for group in self._groups])
+        self._written: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, LayerCache]] = {}
+        self._elsewhere: dict[torch.device, PagedAttention] = {}
+
     def on(self, device: torch.device) -> PagedAttention:
         """Return the same for layers on another device, made once for all of them."""
         if device not in self._elsewhere:
-            self._elsewhere[device] = PagedAttention(self.cache, self._step.to(device), self._compute)
+            self._elsewhere[device] = PagedAttention(self._cache, self._step.to(device), self._compute)
         return self._elsewhere[device]
 
     @property
-    def packed(self) -> torch.Tensor:
-        """Position of every token, (1, T)."""
-        return self._packed(self.positions)[None]
+    def positions(self) -> torch.Tensor:
+        """Position of every token, (1, T + D)."""
+        return torch.cat([group.packed(group.positions) for group in self._groups])[None]
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, rule: MaskRule | None
@@ -110,42 +151,36 @@ class PagedAttention:
         """
         if query.device != self.device:
             return self.on(query.device).attend(query, key, value, scores, rule)
-        rows, tokens = self.positions.shape
         if key.shape[2] != len(self._writes):
             raise Unsupported("attends to more than its own tokens")
-        layer, queries = self._write(key, value), query[0]
-        if self._gather is not None:
-            queries = queries.index_select(1, self._gather.flatten())
-        queries = queries.reshape(-1, rows, tokens, query.shape[3]).transpose(0, 1)  # (R, heads, n, head_dim)
-        out = self._compute(self, layer, queries, scores, rule)
+        layer = self._write(key, value)
+        parts = torch.split(query[0], [group.tokens for group in self._groups], dim=1)
+        found = [
+            group.packed(self._compute(group, layer, group.by_row(queries), scores, rule).transpose(1, 2))
+            for group, queries in zip(self._groups, parts, strict=True)
+        ]
         # contiguous, as compiled layers expect
-        return self._packed(out.transpose(1, 2)).reshape(1, -1, query.shape[1], out.shape[3]).contiguous()
+        return (torch.cat(found) if len(found) > 1 else found[0])[None].contiguous()
 
     def _write(self, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
         """Write a layer's keys and values; not again those that an earlier layer wrote, which layers may share."""
         names = id(key), id(value)
         if names not in self._written:
-            layer = self.cache.layer(key, value)
+            layer = self._cache.layer(key, value)
             layer.keys.index_copy_(1, self._writes, key[0])
             layer.values.index_copy_(1, self._writes, value[0])
             self._written[names] = key, value, layer
         return self._written[names][2]
 
-    def mask(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return a mask, made once for all layers of the step that ask for the same `key`."""
-        if key not in self._masks:
-            self._masks[key] = make()
-        return self._masks[key]
 
-
-Compute = Callable[[PagedAttention, LayerCache, torch.Tensor, Scores, MaskRule | None], torch.Tensor]
+Compute = Callable[[RowGroup, LayerCache, torch.Tensor, Scores, MaskRule | None], torch.Tensor]
 
 
 # -- gathered --------------------------------------------------------------------------------------
 
 
 def gathered(
-    step: PagedAttention, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
+    step: RowGroup, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
 ) -> torch.Tensor:
     """Attend to copies of the rows' blocks: slow, but on any device. Returns (R, heads, n, head_dim)."""
     rows, heads, tokens, _ = queries.shape
@@ -195,7 +230,7 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
         call, cascade = (torch.compile(each, dynamic=False) for each in (call, cascade))
 
     def attend(
-        step: PagedAttention, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
+        step: RowGroup, layer: LayerCache, queries: torch.Tensor, scores: Scores, rule: MaskRule | None
     ) -> torch.Tensor:
         rows, heads, tokens, _ = queries.shape
         shared = step.cascade if rule is None else None
@@ -274,7 +309,7 @@ class BlockLists(NamedTuple):
         return [(self.logical, 1), *((each, 3) for each in tables)]
 
 
-def block_lists(step: PagedAttention, rule: MaskRule | None, exact: bool = False) -> BlockLists:
+def block_lists(step: RowGroup, rule: MaskRule | None, exact: bool = False) -> BlockLists:
     """Return the lists of a step. exact: all blocks in one list, so that they are read in their order.
 
     Prompts under the plain causal mask see blocks before their first token in full, without a look at the mask. In
@@ -290,14 +325,14 @@ def block_lists(step: PagedAttention, rule: MaskRule | None, exact: bool = False
     return _lists(step, step.tables, counts, step.positions, step.ends, full, covered)
 
 
-def chunk_lists(step: PagedAttention, shared: CascadeTensors) -> BlockLists:
+def chunk_lists(step: RowGroup, shared: CascadeTensors) -> BlockLists:
     """Return the lists of a step's chunks, all of whose queries see all tokens of their blocks."""
     tokens = shared.blocks * step.size
     return _lists(step, shared.tables, shared.blocks, tokens[:, None], tokens, full=shared.blocks)
 
 
 def _lists(
-    step: PagedAttention,
+    step: RowGroup,
     tables: torch.Tensor,
     counts: torch.Tensor,
     positions: torch.Tensor,
@@ -310,7 +345,7 @@ def _lists(
     full: (R,) number of first blocks that are seen in full; None: there is no list of them. covered: (R,) number of
     first blocks that the rows do not read themselves; None: they read all.
     """
-    (rows, width), total, device = tables.shape, step.cache.blocks, tables.device
+    (rows, width), total, device = tables.shape, step.blocks, tables.device
     indices = torch.arange(width, device=device, dtype=torch.int32).expand(rows, width)
     logical = torch.full((rows, total), FAR, device=device, dtype=torch.int32)
     own = indices if covered is None else indices.masked_fill(indices < covered[:, None], FAR)

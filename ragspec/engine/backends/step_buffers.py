@@ -22,25 +22,25 @@ class Step:
     Attributes:
         token_ids, starts, counts, tables, gather, scatter: The host's, as in StepTensors; empty if not needed.
         cascade: The host's arrays as in CascadeTensors; none if rows read all of their blocks themselves.
-        sources: The host's indices of each row's token in what an earlier step wrote, (R,).
-        kept: The host's indices of the wanted logits, (R,); empty if all are wanted.
+        sources: The host's indices of the token of each row of one token in what an earlier step wrote, (R or D,).
+        kept: The host's indices of the wanted logits, (R + D,); empty if all are wanted.
         tensors, wanted: The same on the device. wanted: None for all.
         replay: Computes `outputs` anew, once the step is captured.
         first_s: What the first run took, with compiling and capturing.
     """
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
-        rows, tokens, length = shape.rows, shape.tokens, shape.packed
-        kept = 0 if shape.all_logits else rows
+        rows, tokens, length, beside = shape.rows, shape.tokens, shape.packed, shape.beside
+        every = rows + beside
         shapes: list[tuple[int, ...]] = [
-            (length,) if length else (rows, tokens),
-            (rows,),
-            (rows,),
-            (rows, shape.width),
-            (kept,),
+            (length + beside,) if length else (rows, tokens),
+            (every,),
+            (every,),
+            (every, shape.width),
+            (0 if shape.all_logits else every,),
             (rows, tokens) if length else (0,),
             (length,),
-            (rows,),
+            (beside if length else rows,),
             *(shapes_of(rows, shape.width) if shape.cascade else ()),
         ]
         ends = [0, *accumulate(map(prod, shapes))]
@@ -59,6 +59,7 @@ class Step:
         cascade = CascadeTensors(*theirs[8:]) if shape.cascade else None
         self.tensors = StepTensors(theirs[0], theirs[1], theirs[2], theirs[3], gather, scatter, cascade)
         self._sources = theirs[7]
+        self._written = theirs[0][length:] if length else theirs[0][:, 0]
         self.wanted = None if shape.all_logits else theirs[4]
         self.replay: Callable[[], None] | None = None
         self.first_s = 0.0
@@ -75,7 +76,7 @@ class Step:
         """Copy the arrays to the device. written: an earlier step's best tokens, of which `sources` are the rows'."""
         self.device.copy_(self.host, non_blocking=True)
         if written is not None:
-            torch.index_select(written, 0, self._sources, out=self.tensors.token_ids[:, 0])
+            torch.index_select(written, 0, self._sources, out=self._written)
         if self._copied is not None:
             self._copied.record()
 
@@ -96,16 +97,20 @@ class StepWork:
         """Write a step's arrays, which are all padding; return the places of the wanted logits among its own."""
         rows, count = self.rows, len(self.rows)
         counts = [row.count for row in rows]
-        step.starts[:count] = [row.start for row in rows]
-        step.counts[:count] = counts
-        step.tables[:count, : self.tables.shape[1]] = self.tables
+        tiles = count - sum(row.beside for row in rows)
+        numbers = [*range(tiles), *range(shape.rows, shape.rows + count - tiles)]
+        step.starts[numbers] = [row.start for row in rows]
+        step.counts[numbers] = counts
+        step.tables[numbers, : self.tables.shape[1]] = self.tables
         bases = [at * shape.tokens for at in range(count)]  # of each row's tokens among the step's
         if shape.packed:
-            bases = list(accumulate(counts[:-1], initial=0))
-            for at, (row, base) in enumerate(zip(rows, bases, strict=True)):
+            bases = [*accumulate([0, *counts[: tiles - 1]])]
+            bases += range(shape.packed, shape.packed + count - tiles)
+            for at, (row, base) in enumerate(zip(rows[:tiles], bases, strict=False)):
                 step.token_ids[base : base + row.count] = self.token_ids[row.packed : row.packed + row.count]
                 step.gather[at, : row.count] = range(base, base + row.count)
                 step.scatter[base : base + row.count] = range(at * TILE, at * TILE + row.count)
+            step.token_ids[bases[tiles:]] = [self.token_ids[row.packed] for row in rows[tiles:]]
         elif shape.tokens == 1:
             step.token_ids[:count, 0] = [self.token_ids[row.packed] for row in rows]
         else:
@@ -114,9 +119,9 @@ class StepWork:
         if shape.cascade:
             fill(step.cascade, self.prefixes, self.tables)
         if self.written is not None:
-            step.sources[:count] = self.written[1]
+            step.sources[: len(self.written[1])] = self.written[1]
         places: list[int] = []
-        for number, (row, base, indices) in enumerate(zip(rows, bases, self.indices, strict=True)):
+        for number, row, base, indices in zip(numbers, rows, bases, self.indices, strict=True):
             if shape.all_logits:
                 places += [base + index - row.packed for index in indices]
             elif indices:

@@ -2,7 +2,8 @@
 
 A step has R rows of n tokens. A prompt is cut into rows of up to 64 tokens, and a long draft into several rows too:
 rows of one text see each other's keys, since a layer writes before it attends. Shapes are padded up to few sizes, so
-that a captured step serves many. Tokens of prompts are packed: only attention sees rows and their padding.
+that a captured step serves many. Tokens of prompts are packed: only attention sees rows and their padding. Beside
+prompts a step may have D rows that decode one token each, so that the model's weights are read once for both.
 """
 
 from __future__ import annotations
@@ -20,35 +21,42 @@ TOKENS = (1, 4)  # of a row that decodes or verifies, padding included
 ROWS = (1, 4, 16, 64, 96, 128, 192, 256, 384, 512)  # of a step that decodes or verifies, padding included
 MOST = 2048  # tokens of a step
 PROMPTS = (64, 256, 512, 1024, MOST)  # tokens of a step that computes prompts, padding included
-SPARE = 20  # rows of such a step beyond those of full tiles: last tiles of prompts, and rows that decode beside them
+SPARE = 20  # rows of such a step beyond those of full tiles: last tiles of prompts
 EXACT = 4, 64  # tokens of a row, and rows, of a step that decodes, where all steps have one shape
 WIDTH = 32  # least width of block tables; larger ones are powers of two
-LONG = 0.25  # bytes of keys and values, as a share of the weights', that rows may read in a step of prompts
 RIDGE = 256  # tokens up to which reading a layer's weights takes longer than multiplying by them, on GPUs of today
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """The shape of a step: rows, tokens of each, width of block tables; whether all tokens' logits are wanted, or at
-    most one per row; number of tokens if they are packed, otherwise 0; whether rows read together what they share."""
+    most one per row; number of tokens if they are packed, otherwise 0; number of rows of one token beside those;
+    whether rows read together what they share."""
 
     rows: int
     tokens: int
     width: int
     all_logits: bool
     packed: int = 0
+    beside: int = 0
     cascade: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return (self.packed or self.rows * self.tokens) + self.beside
 
 
 @dataclass(slots=True)
 class StepRow:
     """A row of a step: `count` tokens of a cache row from position `start`. packed: index of the first among the
-    forward's tokens."""
+    forward's tokens. beside: whether it decodes beside prompts."""
 
     row: int
     start: int
     count: int
     packed: int
+    beside: bool = False
 
 
 def step_rows(segments: Iterable[tuple[int, Segment]], tokens: int) -> list[StepRow]:
@@ -120,10 +128,15 @@ class StepShapes:
     def __init__(self, exact: bool) -> None:
         self.exact = exact
 
-    def likely(self, rows: int, drafts: bool) -> list[StepShape]:
-        """Return what a run of `rows` rows is likely to need. drafts: whether rows verify drafts."""
+    def likely(self, rows: int, drafts: bool, read: float) -> list[StepShape]:
+        """Return what a run of `rows` rows is likely to need.
+
+        drafts: whether rows verify drafts. read: bytes of keys and values that they read, as a share of the weights'.
+        """
         width = tables_width(1)
         shapes = [StepShape(size, TILE, width, False, length) for length, size in self._prompt_sizes]
+        if self.joins(rows, rows, read, MOST, drafts=drafts):
+            shapes += [replace(shape, beside=padded(rows, ROWS)) for shape in shapes]
         if self.exact:
             tokens, size = EXACT
             return [*shapes, StepShape(size, tokens, width, True)]
@@ -134,7 +147,7 @@ class StepShapes:
         return shapes
 
     def cut(
-        self, segments: Sequence[Segment], width: int, token_share: float, *, captured: bool = True
+        self, segments: Sequence[Segment], width: int, token_share: float, most: int, *, captured: bool = True
     ) -> Iterator[tuple[list[StepRow], StepShape]]:
         """Yield the rows of each step for some segments, and its shape, but for the logits that are wanted.
 
@@ -142,6 +155,7 @@ class StepShapes:
             segments: What is to be computed.
             width: Of block tables.
             token_share: Bytes of a token's keys and values, as a share of the weights'.
+            most: Rows of the run.
             captured: Whether steps are captured. Launching others takes longer than what they compute, so prompts are
                 then padded rather than cut into more steps.
         """
@@ -150,42 +164,52 @@ class StepShapes:
         for each in packed(segments):
             short = not each[1].alone and (self.exact or each[1].count <= TILE)
             (decoding if short else prompts).append(each)
-        if decoding and prompts and all(segment.count == 1 for _, segment in decoding):
-            read = sum(segment.start for _, segment in decoding) * token_share
-            if self.joins(len(decoding), read, len(prompts), sum(segment.count for _, segment in prompts)):
-                decoding, prompts = [], decoding + prompts
+        beside: list[StepRow] = []
+        if all(segment.count == 1 for _, segment in decoding):
+            prompt_tokens = sum(segment.count for _, segment in prompts)
+            if self.joins(len(decoding), most, 0.0, prompt_tokens):
+                beside = [StepRow(segment.row, segment.start, 1, at, beside=True) for at, segment in decoding]
+                decoding = []
         if decoding:
-            tokens, most = EXACT
+            tokens, size = EXACT
             if not self.exact:
                 reach = sum(segment.start + segment.count for _, segment in decoding) / len(decoding)
                 tokens = tokens_per_row([segment.count for _, segment in decoding], reach * token_share)
-                most = most_rows(tokens)
+                size = most_rows(tokens)
             rows = step_rows(decoding, tokens)
-            for at in range(0, len(rows), most):
-                part = rows[at : at + most]
-                yield part, StepShape(most if self.exact else padded(len(part), ROWS), tokens, width, self.exact)
-        rows, most = step_rows(prompts, TILE), self._prompt_sizes[-1][1] - 1
+            for at in range(0, len(rows), size):
+                part = rows[at : at + size]
+                yield part, StepShape(size if self.exact else padded(len(part), ROWS), tokens, width, self.exact)
+        rows, size = step_rows(prompts, TILE), self._prompt_sizes[-1][1] - 1
         while rows:
-            tokens = MOST if self.exact or not captured else least_cost(min(MOST, sum(row.count for row in rows)))[2]
-            part, rows = _first(rows, tokens, most, whole=self.exact)
+            places, tokens = padded(most, ROWS) if beside else 0, MOST
+            if captured and not self.exact:
+                tokens = least_cost(min(MOST, sum(row.count for row in rows)), places)[2]
+            part, rows = _first(rows, tokens, size, whole=self.exact)
             length = sum(row.count for row in part)
-            size = next(size for size in self._prompt_sizes if length <= size[0] and len(part) < size[1])
-            yield part, StepShape(size[1], TILE, width, False, size[0])
+            tiles = next(each for each in self._prompt_sizes if length <= each[0] and len(part) < each[1])
+            yield [*part, *beside], StepShape(tiles[1], TILE, width, False, tiles[0], places)
+            beside = []
 
-    def joins(self, rows: int, read: float, prompts: int, tokens: int) -> bool:
+    def joins(self, rows: int, most: int, read: float, tokens: int, *, drafts: bool = False) -> bool:
         """Return whether rows that decode a token are computed sooner in a step of prompts, which reads weights too.
 
-        There each is a tile of its own. So rows that verify drafts have their own step, since all its logits are
-        wanted, as do rows with much to read, since tiles are not split among cores.
+        Those that verify drafts have a step of their own. Where each may bring several tokens that step is worth
+        more, unless there are few rows.
 
         Args:
             rows: How many decode.
-            read: Bytes of the keys and values that they read, as a share of the weights'.
-            prompts, tokens: How many prompts are computed, and tokens of these.
+            most: Rows of the run, which the step has places for.
+            read: Bytes of the keys and values that the rows read, as a share of the weights'. Only for `drafts`.
+            tokens: Of prompts.
+            drafts: Whether the rows would verify drafts otherwise.
         """
-        if self.exact or not rows or not prompts or rows + prompts >= SPARE or read > LONG:
+        if self.exact or not rows or not tokens or most > ROWS[-1]:
             return False
-        return least_cost(tokens + rows)[0] < 1 + least_cost(tokens)[0]
+        places = padded(most, ROWS)
+        if drafts and (places / RIDGE + read) * TOKENS[-1] > 1 + read:
+            return False
+        return least_cost(tokens, places)[0] < _cost(padded(rows, ROWS)) + least_cost(tokens)[0]
 
     def one_step(self, rows: int) -> bool:
         """Return whether so many rows that decode make one step."""
@@ -198,19 +222,19 @@ class StepShapes:
 
 
 @cache
-def least_cost(tokens: int) -> tuple[float, int, int]:
+def least_cost(tokens: int, beside: int = 0) -> tuple[float, int, int]:
     """Return how to compute so many tokens of prompts soonest: its cost, number of steps, and the first one's size.
 
-    Padding may cost more than another step.
+    Padding may cost more than another step. beside: rows of one token in the first step.
     """
     if tokens > MOST:
-        steps, rest = divmod(tokens, MOST)
+        steps, rest = divmod(tokens - MOST, MOST)
         cost, more = least_cost(rest)[:2] if rest else (0.0, 0)
-        return steps * _cost(MOST) + cost, steps + more, MOST
+        return _cost(MOST + beside) + steps * _cost(MOST) + cost, 1 + steps + more, MOST
     found = []
     for size in reversed(PROMPTS):
         cost, steps = (0.0, 0) if size >= tokens else least_cost(tokens - size)[:2]
-        found.append((_cost(size) + cost, 1 + steps, size))
+        found.append((_cost(size + beside) + cost, 1 + steps, size))
     return min(found, key=lambda way: way[:2])
 
 

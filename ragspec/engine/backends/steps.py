@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, is_out_of_memory, out_of_memory
 
 COMPILING_S = 5.0  # of two kernels that no earlier run has left in the cache: the least that a trial may cost
+REACH = 512  # tokens that a row is taken to read, where none is known yet
 TRIALS = 4  # runs of each way when two are compared; the first captures
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -68,13 +70,15 @@ class LaunchedStep:
             found |= zip(part.packed, [values[place] for place in part.places], strict=True)
         return [found[packed] for packed in self._wanted]
 
-    def written(self) -> tuple[torch.Tensor, list[int]] | None:
-        """Return best tokens on the device, and the index there of each wanted one's; None if in several tensors."""
-        if len(self._parts) != 1:
-            return None
-        part = self._parts[0]
-        where = dict(zip(part.packed, part.places, strict=True))
-        return part.best, [where[packed] for packed in self._wanted]
+    def written(self) -> tuple[torch.Tensor, list[int]]:
+        """Return best tokens on the device, and the index there of each wanted one's."""
+        where: dict[int, int] = {}
+        first = 0
+        for part in self._parts:
+            where |= zip(part.packed, [first + place for place in part.places], strict=True)
+            first += len(part.best)
+        best = torch.cat([part.best for part in self._parts]) if len(self._parts) > 1 else self._parts[0].best
+        return best, [where[packed] for packed in self._wanted]
 
     def logits(self) -> torch.Tensor:
         """Return the logits, (wanted, vocab) in float32, if they were asked for."""
@@ -155,8 +159,8 @@ class PagedSteps:
 
         drafts: whether rows verify drafts.
         """
-        shapes = self.shapes.likely(rows, drafts)
-        for shape in sorted(shapes, key=lambda shape: shape.packed or shape.rows * shape.tokens, reverse=True):
+        shapes = self.shapes.likely(rows, drafts, REACH * rows * self._token_share)
+        for shape in sorted(shapes, key=attrgetter("size"), reverse=True):
             if self._capture is None:
                 break
             try:  # the largest first: the others use its memory
@@ -187,20 +191,24 @@ class PagedSteps:
     ) -> LaunchedStep:
         """Start a step; see Model.begin.
 
-        written: best tokens of an earlier step, and the index there of each segment's only token, whose id is not yet
-            known here. Such a step must fit in one shape.
+        written: best tokens of an earlier step, and the index there of the only token of each of the first segments,
+            whose ids are not yet known here. These must fit in one step.
         """
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
         asked = set(wanted)
-        parts = [self._part(rows, shape, token_ids, asked, logits, written) for rows, shape in self._shaped(segments)]
+        parts = [
+            self._part(rows, shape, token_ids, asked, logits, None if shape.packed and not shape.beside else written)
+            for rows, shape in self._shaped(segments)
+        ]
         return LaunchedStep(parts, wanted, self._device)
 
-    def joins(self, reaches: Sequence[int], prompts: int, tokens: int) -> bool:
+    def joins(self, reaches: Sequence[int], tokens: int, *, drafts: bool) -> bool:
         """Return whether rows that decode a token are computed in a step of prompts.
 
-        reaches: tokens that each reads. prompts, tokens: how many prompts, and tokens of these.
+        reaches: tokens that each reads. tokens: of prompts. drafts: whether they would verify drafts otherwise.
         """
-        return self.shapes.joins(len(reaches), sum(reaches) * self._token_share, prompts, tokens)
+        read = sum(reaches) * self._token_share
+        return self.shapes.joins(len(reaches), self.cache.rows, read, tokens, drafts=drafts)
 
     @property
     def _token_share(self) -> float:
@@ -211,7 +219,7 @@ class PagedSteps:
         """Yield the rows of each of the steps for some segments, and its shape, but for the logits that are wanted."""
         width = tables_width(self.cache.slots // self.cache.size)
         if self._pads:
-            yield from self.shapes.cut(segments, width, self._token_share, captured=self.captures)
+            yield from self.shapes.cut(segments, width, self._token_share, self.cache.rows, captured=self.captures)
             return
         tokens = max(segment.count for segment in segments)
         rows = step_rows(packed(segments), tokens)
@@ -367,7 +375,7 @@ class PagedSteps:
         attention = PagedAttention(self.cache, step.tensors, self._compute)
         self.cache.next = 0
         with attending(attention):
-            logits = self._forward(step.tensors.token_ids.flatten()[None], attention.packed, step.wanted)
+            logits = self._forward(step.tensors.token_ids.flatten()[None], attention.positions, step.wanted)
         return StepOutputs(logits, logits.argmax(-1))
 
     def _go_uncaptured(self, error: Exception) -> None:

@@ -215,9 +215,9 @@ class Model:
         """Whether prompts take no room from decoding rows: a forward becomes several steps where that is sooner."""
         return self.steps is not None
 
-    def joins(self, reaches: Sequence[int], prompts: int, tokens: int) -> bool:
-        """Return whether rows that decode a token cost next to nothing beside prompts (StepShapes.joins)."""
-        return self.steps is not None and self.steps.joins(reaches, prompts, tokens)
+    def joins(self, reaches: Sequence[int], tokens: int, *, drafts: bool) -> bool:
+        """Return whether rows that decode a token cost little beside so many tokens of prompts (StepShapes.joins)."""
+        return self.steps is not None and self.steps.joins(reaches, tokens, drafts=drafts)
 
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""
@@ -333,14 +333,19 @@ class Model:
         return Deferred(lambda: self.logits(segments, token_ids, wanted, together))
 
     @torch.inference_mode()
-    def begin_after(self, segments: list[Segment], written: tuple[torch.Tensor, Sequence[int]]) -> StepResult:
-        """Start a step of segments of one token each, which an earlier step has written. Over a paged cache alone.
+    def begin_after(
+        self,
+        segments: list[Segment],
+        token_ids: Sequence[int],
+        wanted: Sequence[int],
+        written: tuple[torch.Tensor, Sequence[int]],
+    ) -> StepResult:
+        """Start a step that begins with segments of one token, which an earlier step has written. Over blocks alone.
 
-        written: that step's best tokens, and the index there of each segment's.
+        written: that step's best tokens, and the index there of each such segment's. Their `token_ids` mean nothing.
         """
         assert self.steps is not None
-        count = len(segments)
-        return self.steps.begin(segments, [0] * count, range(count), logits=False, written=written)
+        return self.steps.begin(segments, token_ids, wanted, logits=False, written=written)
 
     @torch.inference_mode()
     def whole(
