@@ -417,14 +417,14 @@ def prompts_ahead(monkeypatch):
     return found
 
 
-def mixed_requests(tokenizer, seed, sampled):
+def mixed_requests(tokenizer, seed, sampled=99, most=30):
     """Requests of random lengths, some of which begin alike; every `sampled`th is sampled."""
     rng = random.Random(seed)
     heads = [request.token_ids for request in requests_for(tokenizer)]
     for i in range(20):
         tokens = [*rng.choice(heads[:3]), *(rng.randrange(5, 300) for _ in range(rng.randrange(1, 70)))]
         temperature = 0.0 if (i + 1) % sampled else 0.9
-        sampling = Sampling(max_new_tokens=rng.randrange(1, 30), temperature=temperature, seed=3)
+        sampling = Sampling(max_new_tokens=rng.randrange(1, most), temperature=temperature, seed=3)
         yield Request(i, f"m{i}", tokens, sampling)
 
 
@@ -542,13 +542,14 @@ def texts(lengths, new=24):
 
 def test_a_request_that_loses_its_blocks_loses_what_was_started_ahead_for_it(in_one_piece, tiny, prompts_ahead):
     preempted = 0
-    for blocks in (11, 12, 14, 17):
+    for blocks in (18, 21, 25):
         model, tokenizer = short_of_blocks(tiny, blocks)
-        expected = answers(in_one_piece, tiny, rows=1, requests=mixed_requests(tokenizer, blocks, 99))
-        found, left, _ = answered(model, tokenizer, mixed_requests(tokenizer, blocks, 99), rows=6)
+        expected = answers(in_one_piece, tiny, rows=1, requests=mixed_requests(tokenizer, blocks, most=90))
+        found, left, _ = answered(model, tokenizer, mixed_requests(tokenizer, blocks, most=90), rows=6)
+        assert [each for each in found.values() if isinstance(each, Failure)] == []
         assert ids(found) == ids(expected)
         preempted += left
-    assert preempted > 3
+    assert preempted > 1
     assert sum(prompts_ahead) > 3
 
 

@@ -154,7 +154,8 @@ class PagedAttention:
         if key.shape[2] != len(self._writes):
             raise Unsupported("attends to more than its own tokens")
         layer = self._write(key, value)
-        parts = torch.split(query[0], [group.tokens for group in self._groups], dim=1)
+        parts = list(torch.split(query[0], [group.tokens for group in self._groups], dim=1))
+        parts[1:] = [each.contiguous() for each in parts[1:]]  # with the strides of other steps: it is compiled once
         found = [
             group.packed(self._compute(group, layer, group.by_row(queries), scores, rule).transpose(1, 2))
             for group, queries in zip(self._groups, parts, strict=True)
