@@ -68,10 +68,7 @@ class Counted:
             for rows, shape in cut(segments, width, TOKEN_SHARE, *args, **options):
                 self.shapes[shape] += 1
                 read = sum(row.start + row.count for row in rows)
-                self.ms += (
-                    linear_ms(shape.size if hasattr(shape, "size") else (shape.packed or shape.rows * shape.tokens))
-                    + READ_MS * read
-                )
+                self.ms += linear_ms(shape.size) + READ_MS * read
                 yield rows, shape
 
         return counted

@@ -1,9 +1,10 @@
 """What steps of a model take on a GPU, by their shape: captured, uncaptured, and on the host.
 
-    python benchmarks/gpu_steps.py MODEL --shapes 1x1 16x1 64x1 64x4 --context 600
+    python benchmarks/gpu_steps.py MODEL --shapes 1x1 16x1 64x1 64x4 64x1+500 --context 600
 
-Prints, per shape (rows x tokens of each): seconds until the first step is done (compiling and capturing), milliseconds
-of the graph alone on the device, and of a whole step as the engine asks for one. --profile: the kernels of a step.
+Prints, per shape (rows x tokens of each; "64x1+500": the last row computes a prompt of 500 tokens instead): seconds
+until the first step is done (compiling and capturing), milliseconds of the graph alone on the device, and of a whole
+step as the engine asks for one. --profile: the kernels of a step.
 --shared TOKENS: rows begin with so many tokens in common, which each reads itself, or which are read once.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from typing import Any
@@ -24,7 +26,7 @@ from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.loaded import prepare
 
 REPEATS = 20
-SHAPES = ["1x1", "1x4", "16x1", "16x4", "64x1", "64x4", "256x1"]
+SHAPES = ["1x1", "1x4", "16x1", "16x4", "64x1", "64x4", "256x1", "1x500", "64x1+500"]
 
 
 def load(name: str, dtype: str, attention: str, graphs: str) -> tuple[Model, list[str]]:
@@ -52,10 +54,16 @@ def times(run: Any) -> tuple[float, float]:
     return statistics.median(device), statistics.median(host)
 
 
-def measure(model: Model, rows: int, tokens: int, context: int, profile: bool, shared: int = 0) -> dict[str, Any]:
-    """Return the times of a step of `rows` rows of `tokens` tokens after `context` tokens, `shared` of them shared."""
+def measure(
+    model: Model, rows: int, tokens: int, context: int, profile: bool, shared: int = 0, prompt: int = 0
+) -> dict[str, Any]:
+    """Return the times of a step of `rows` rows of `tokens` tokens after `context` tokens, `shared` of them shared.
+
+    prompt: tokens of a prompt that the last row computes instead; 0 for none.
+    """
     assert model.steps is not None
-    model.cache.reserve(context + 128)
+    model.resize(rows)  # steps of prompts have places for all rows
+    model.cache.reserve(max(context + tokens, prompt))
     if shared:
         model.cache.reserve_row(0, 0, context)
         for row in range(1, rows):
@@ -63,8 +71,13 @@ def measure(model: Model, rows: int, tokens: int, context: int, profile: bool, s
             assert model.cache.share_prefix(0, row, shared) == shared
     prompts = tokens > TOKENS[-1]
     segments = [Segment(row, context, tokens, alone=prompts) for row in range(rows)]
-    wanted = range(tokens - 1, rows * tokens, tokens) if prompts else range(rows * tokens)
-    token_ids = [7 + i % 999 for i in range(rows * tokens)]
+    wanted = list(range(tokens - 1, rows * tokens, tokens) if prompts else range(rows * tokens))
+    total = rows * tokens
+    if prompt:
+        segments[-1] = Segment(rows - 1, 0, prompt, alone=True)
+        total += prompt - tokens
+        wanted = [*range((rows - 1) * tokens), total - 1]
+    token_ids = [7 + i % 999 for i in range(total)]
 
     def step() -> None:
         model.logits(segments, token_ids, wanted).argmax(-1).cpu()
@@ -72,7 +85,7 @@ def measure(model: Model, rows: int, tokens: int, context: int, profile: bool, s
     started = time.perf_counter()
     step()
     torch.cuda.synchronize()
-    found: dict[str, Any] = {"rows": rows, "tokens": tokens, "context": context}
+    found: dict[str, Any] = {"rows": rows, "tokens": tokens, "context": context, "prompt": prompt}
     if shared:
         found |= {"shared": shared, "cascade": model.steps.cascade == "on"}
     found["first_s"] = round(time.perf_counter() - started, 2)
@@ -113,15 +126,17 @@ def main() -> None:
         print(f"compiled after {time.perf_counter() - started:.1f} s: {notes}", flush=True)
     if model.steps is None:
         return
-    rows = max(int(shape.split("x")[0]) for shape in wanted.shapes)
+    shapes = {shape: [int(each) for each in re.split("[x+]", shape)] for shape in wanted.shapes}
+    rows = max(count for count, *_ in shapes.values())
+    longest = max(sum(tokens) for _, *tokens in shapes.values())
     model.resize(rows)
     assert isinstance(model.cache, PagedCache)
-    model.cache.allocate(1 + rows * (wanted.context // 128 + 2))
-    for shape in wanted.shapes:
-        count, tokens = map(int, shape.split("x"))
+    model.cache.allocate(1 + rows * (wanted.context // 128 + 2) + longest // 128 + 1)
+    for shape, (count, tokens, *prompt) in shapes.items():
         for way in ("off", "on") if wanted.shared else ("off",):
             model.steps.cascade = way  # type: ignore[assignment]
-            found = measure(model, count, tokens, wanted.context, shape in wanted.profile, wanted.shared)
+            profile = shape in wanted.profile
+            found = measure(model, count, tokens, wanted.context, profile, wanted.shared, *prompt)
             print(json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
     print(f"notes: {notes}", flush=True)
 
