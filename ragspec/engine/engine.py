@@ -363,7 +363,7 @@ class Engine:
         missing = sum(len(row.tokens) - row.computed for row in filling)
         self._expect(ready)
         prefill = min(missing, self._settings.chunk)
-        joined = self._model.joins([row.computed for row in ready], prefill, drafts=not self._plain)
+        joined = bool(filling) and self._model.joins([row.computed for row in ready], prefill, drafts=not self._plain)
         drafts = self._drafting.drafts(ready, prefill, joined=joined)
         work = [
             ScheduledRequest(row, row.computed, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
