@@ -85,24 +85,25 @@ def reference(model: Model, ids: list[int]) -> torch.Tensor:
 def packed(model: Model) -> torch.Tensor:
     """Return the engine's logits, (TOKENS, vocab), for the same text.
 
-    Covers two rows at once, chunks, a rejected draft that leaves stale slots, and single tokens; the other row is
-    shorter. The cache is empty afterwards.
+    Covers two rows at once, chunks, a rejected draft that leaves stale slots, and single tokens, also beside a chunk of
+    the other row, which is shorter. The cache is empty afterwards.
     """
     ids = token_ids(model.inner, TOKENS)
     rows = model.cache.rows
     model.resize(2)
     wrong = ids[::-1]
-    half = TOKENS // 2
+    half, last = TOKENS // 2, TOKENS - STEPS
 
     def mine(start: int, count: int, alone: bool = False) -> Segment:
-        return Segment(0, start, count, alone, base=TOKENS - STEPS)
+        return Segment(0, start, count, alone, base=last)
 
     parts = [
         model.logits([mine(0, half, True), Segment(1, 0, 7, True)], ids[:half] + ids[:7], range(half)),
         model.logits([mine(half, 6), Segment(1, 7, 2)], wrong[:6] + ids[7:9], [6, 7])[:0],  # a rejected draft
         model.logits([Segment(1, 9, 1), mine(half, 5)], [ids[9], *ids[half : half + 5]], range(1, 6)),
-        model.logits([mine(half + 5, 12, True)], ids[half + 5 : TOKENS - STEPS], range(12)),
-        *(model.logits([mine(at, 1)], [ids[at]], [0]) for at in range(TOKENS - STEPS, TOKENS)),
+        model.logits([Segment(1, 10, 1), mine(half + 5, 12, True)], ids[10:11] + ids[half + 5 : last], range(1, 13)),
+        model.logits([mine(last, 1), Segment(1, 11, 5, True)], ids[last : last + 1] + ids[11:16], [0]),
+        *(model.logits([mine(at, 1)], [ids[at]], [0]) for at in range(last + 1, TOKENS)),
     ]
     model.resize(rows)
     return torch.cat(parts)
