@@ -83,19 +83,15 @@ class Drafting:
         self._worked = False  # whether a model ran for this step's drafts
         self.asking_s = 0.0  # of this step, spent in the proposer
 
-    def drafts(self, rows: Sequence[RequestState], prefill_tokens: int, *, joined: bool = False) -> list[Draft]:
-        """Return a draft per row.
-
-        prefill_tokens: tokens of the step that belong to other rows. joined: without drafts, these rows cost next to
-        nothing beside those; with drafts, a step of their own, which is better spent on a step that drafts for all.
-        """
+    def drafts(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
+        """Return a draft per row. prefill_tokens: tokens of the step that belong to other rows."""
         self._worked, self.asking_s = False, 0.0
         if rows and self._plain is not None:
             self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)
-        if joined or (
+        if (
             prefill_tokens
             and self._cost is not None
             and hopeless(len(rows), self._cost, reach_of(rows), prefill_tokens)
@@ -363,8 +359,10 @@ class Engine:
         missing = sum(len(row.tokens) - row.computed for row in filling)
         self._expect(ready)
         prefill = min(missing, self._settings.chunk)
-        joined = bool(filling) and self._model.joins([row.computed for row in ready], prefill, drafts=not self._plain)
-        drafts = self._drafting.drafts(ready, prefill, joined=joined)
+        joined = bool(filling) and self._model.joins(len(ready), prefill, drafts=not self._plain)
+        drafts = self._drafting.drafts(ready, prefill)
+        if joined:
+            drafts = self._fitted(drafts)
         work = [
             ScheduledRequest(row, row.computed, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
             for row, draft in zip(ready, drafts, strict=True)
@@ -387,6 +385,14 @@ class Engine:
         if ahead is not None:
             prompts += [item for item in later if id(item.row) not in started]
         return work + prompts, []
+
+    def _fitted(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """Return drafts that fit beside prompts. Sampled ones are not cut (proposers/base.py)."""
+        counts = [1 + len(draft.token_ids) for draft in drafts]
+        return [
+            draft if draft.probabilities is not None else draft.cut(count - 1)
+            for draft, count in zip(drafts, self._model.fitted(counts), strict=True)
+        ]
 
     def _chunks(self, filling: Sequence[RequestState], begun: Mapping[int, int], budget: int) -> list[ScheduledRequest]:
         """Return the next chunks of prompts, of up to `budget` tokens. begun: what is computed of each, by identity."""

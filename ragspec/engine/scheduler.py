@@ -337,6 +337,8 @@ class Scheduler:
         for index, place in enumerate(self.places):
             # requests that were read apart have other groups, whatever they have in common
             if place.group == waiting.group or index == self._latest or self._reads_beside:
+                if not place.could_offer(waiting.tokens, best + (place.row is not None)):
+                    continue
                 most = min(place.base, len(waiting.request.token_ids)) if self._prompts_only else last
                 offered = [min(tokens, most) for tokens in place.offers(waiting.tokens)]
                 now, coming = (self._usable(waiting.base, place.base, min(last, tokens)) for tokens in offered)

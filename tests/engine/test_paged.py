@@ -154,8 +154,8 @@ def test_a_step_of_any_rows_has_a_shape(counts, blocks):
         (300, [512]),  # two of 256 take as long
         (600, [512, 256]),  # 1024 would take as long as four of 256
         (1100, [1024, 256]),
-        (1700, [1024, 512, 256]),
-        (1800, [2048]),
+        (1500, [1024, 512]),
+        (1700, [2048]),
     ],
 )
 def test_prompts_are_cut_where_padding_takes_longer_than_another_step(tokens, sizes):
@@ -167,7 +167,7 @@ def test_prompts_are_cut_where_padding_takes_longer_than_another_step(tokens, si
 
 def shapes_of(segments, most=64, exact=False):
     cuts = StepShapes(exact).cut(segments, 32, 1e-5, most)
-    return [(len(rows), shape.packed, shape.beside) for rows, shape in cuts]
+    return [(len(rows), shape.packed, shape.beside * shape.beside_tokens) for rows, shape in cuts]
 
 
 def test_rows_that_decode_are_computed_with_prompts_where_that_is_sooner():
@@ -175,25 +175,42 @@ def test_rows_that_decode_are_computed_with_prompts_where_that_is_sooner():
     prompt = Segment(60, 0, 500, alone=True)
     assert shapes_of([*decoding, prompt]) == [(68, 512, 64)]
     assert shapes_of([*decoding[:1], prompt]) == [(9, 512, 64)]  # places for all rows of the run
-    assert shapes_of([*decoding[1:], replace(decoding[0], count=2), prompt]) == [(60, 0, 0), (8, 512, 0)]  # a draft
-    assert shapes_of([*decoding, prompt], most=256) == [(60, 0, 0), (8, 512, 0)]  # so many are no cheaper there
-    assert shapes_of([*decoding, replace(prompt, count=60)], most=128) == [(61, 64, 128)]
+    assert shapes_of([*decoding, prompt], most=256) == [(68, 512, 256)]
+    assert shapes_of([*decoding[:1], prompt], most=384) == [(1, 0, 0), (8, 512, 0)]  # so many places cost more
     assert shapes_of([*decoding, prompt], most=600) == [(60, 0, 0), (8, 512, 0)]
     assert shapes_of([*decoding, prompt], exact=True) == [(60, 0, 0), (8, 2048, 0)]
     assert shapes_of([*decoding, replace(prompt, count=3000)]) == [(92, 2048, 64), (15, 1024, 0)]  # beside the first
 
 
-@pytest.mark.parametrize(
-    ("rows", "read", "joined"), [(16, 0.1, True), (16, 0.5, False), (64, 0.35, False), (4, 0.1, True)]
-)
-def test_rows_that_could_verify_drafts_join_prompts_only_if_they_are_few(rows, read, joined):
-    assert StepShapes(exact=False).joins(rows, rows, read, 500, drafts=True) is joined
-    assert StepShapes(exact=False).joins(rows, rows, read, 500)
+def test_rows_that_verify_drafts_are_computed_with_prompts_as_far_as_they_fit():
+    drafts = [Segment(row, 600, 1 + row % 4) for row in range(60)]
+    prompt = Segment(60, 0, 500, alone=True)
+    assert shapes_of([*drafts, prompt]) == [(68, 512, 256)]
+    long = replace(drafts[0], count=17)  # five rows
+    assert shapes_of([long, *drafts[1:], prompt]) == [(72, 512, 256)]
+    assert shapes_of([long, *drafts[2:], replace(drafts[1], count=5), prompt]) == [(65, 0, 0), (8, 512, 0)]
+    assert shapes_of([*drafts, prompt], exact=True) == [(60, 0, 0), (8, 2048, 0)]
 
 
-@given(st.lists(st.one_of(st.just(1), st.integers(65, 900)), min_size=1, max_size=24), st.booleans())
+@given(st.lists(st.integers(1, 25), max_size=64), st.integers(0, 40))
+def test_drafts_are_cut_to_what_fits_beside_prompts(counts, more):
+    most = min(512, max(1, len(counts)) + more)
+    fitted = StepShapes(exact=False).fitted(counts, most)
+    places = step_shapes.padded(most, step_shapes.ROWS)
+    rows = [-(-kept // 4) for kept in fitted]
+    assert sum(rows) <= places
+    assert all(min(4, count) <= kept <= count for kept, count in zip(fitted, counts, strict=True))
+    if fitted != counts:  # none is cut before all places are taken
+        assert sum(rows) == places
+    segments = [Segment(row, 600, kept) for row, kept in enumerate(fitted)]
+    prompt = Segment(len(counts), 0, 500, alone=True)
+    if len(counts) == most:
+        assert len(shapes_of([*segments, prompt], most)) == 1
+
+
+@given(st.lists(st.one_of(st.integers(1, 9), st.integers(65, 900)), min_size=1, max_size=24), st.booleans())
 def test_steps_hold_each_token_once(counts, exact):
-    segments = [Segment(row, 7 * row, count, alone=count > 1) for row, count in enumerate(counts)]
+    segments = [Segment(row, 7 * row, count, alone=count > 9) for row, count in enumerate(counts)]
     seen = []
     for rows, shape in StepShapes(exact).cut(segments, 32, 1e-5, 24):
         beside = [row for row in rows if row.beside]
@@ -202,7 +219,8 @@ def test_steps_hold_each_token_once(counts, exact):
         tiles = len(rows) - len(beside)
         assert tiles < shape.rows or not shape.packed
         assert tiles <= shape.rows
-        assert sum(row.count for row in rows[:tiles]) <= (shape.packed or shape.rows)
+        assert sum(row.count for row in rows[:tiles]) <= (shape.packed or shape.rows * shape.tokens)
+        assert all(row.count <= shape.beside_tokens for row in beside)
         for row in rows:
             seen += [(row.row, row.start + at, row.packed + at) for at in range(row.count)]
     asked = [
@@ -347,19 +365,42 @@ def test_a_draft_model_in_blocks_changes_no_answer(in_blocks, tiny, tiny_draft, 
     assert ids(answers(in_blocks, tiny, DraftModel(draft, 400, None, 3, None), rows=4)) == plain
 
 
-@pytest.mark.parametrize("joined", [True, False])
-def test_rows_that_are_computed_with_prompts_are_not_drafted_for(in_blocks, tiny, plain, monkeypatch, joined):
-    asked = []
-    original = engine_module.Drafting._ask  # noqa: SLF001
-    monkeypatch.setattr(
-        engine_module.Drafting,
-        "_ask",
-        lambda self, rows, prefill: asked.append(prefill) or original(self, rows, prefill),
-    )
-    monkeypatch.setattr(steps.PagedSteps, "_token_share", 0.0 if joined else 1.0)
-    assert ids(answers(in_blocks, tiny, RowProposer(ContextDrafter(), 5, None), rows=4)) == plain
-    assert 0 in asked
-    assert any(asked) is not joined
+@pytest.fixture
+def drafts_beside(monkeypatch):
+    """The number of drafts' tokens beside prompts in each step."""
+    found = []
+    original = StepShapes.cut
+
+    def counted(self, segments, *args, **options):
+        for rows, shape in original(self, segments, *args, **options):
+            found.append(sum(row.count - 1 for row in rows if row.beside))
+            yield rows, shape
+
+    monkeypatch.setattr(StepShapes, "cut", counted)
+    return found
+
+
+@pytest.mark.parametrize("compute", [pytest.param("flex", marks=FLEX), "gathered"])
+@pytest.mark.parametrize(
+    ("rows", "chunk", "length", "sampled"), [(2, 7, 3, 99), (5, 16, 9, 99), (9, 500, 24, 99), (5, 40, 7, 3)]
+)
+def test_drafts_are_verified_beside_prompts(in_one_piece, tiny, drafts_beside, compute, rows, chunk, length, sampled):
+    """In part right, in part wrong; also of rows that are sampled."""
+    model, tokenizer = paged(tiny, compute=gathered if compute == "gathered" else flex(compiled=False))
+    given = list(mixed_requests(tokenizer, rows, sampled))
+    expected = ids(answers(in_one_piece, tiny, rows=1, requests=given))
+    whole = {tuple(each.token_ids): expected[each.index] for each in given}
+
+    def guess(tokens, prompt_tokens):
+        right = whole[tuple(tokens[:prompt_tokens])][len(tokens) - prompt_tokens :]
+        return [7 if (len(tokens) + at) % 5 == 0 else token for at, token in enumerate(right)]
+
+    proposer = RowProposer(Fixed(guess), length, None)
+    found = answers(lambda _: (model, tokenizer), tiny, proposer, rows=rows, requests=given, chunk=chunk)
+    assert ids(found) == expected
+    assert sum(outcome.spec.accepted for outcome in found.values()) > 40
+    assert sum(drafts_beside) > 20
+    assert model.steps.captured > 0
 
 
 def test_steps_captured_before_layers_were_compiled_are_captured_anew(words):
@@ -683,13 +724,12 @@ def test_a_shape_that_flex_attention_does_not_compile_for_is_computed_over_gathe
 
 
 def test_steps_captured_ahead_are_those_of_a_run(tiny, plain, monkeypatch):
-    monkeypatch.setattr(steps, "REACH", 0)
     model, tokenizer = paged(tiny)
     model.resize(4)
     model.cache.reserve(100)
     model.logits([Segment(0, 0, 1)], [5], [0])  # its layers are known from the first forward on
     count = model.steps.capture(4, drafts=True)
-    assert count == len([(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4), *2 * step_shapes.PROMPTS])
+    assert count == len([(1, 1), (4, 1), (16, 1), (1, 4), (4, 4), (16, 4), *3 * step_shapes.PROMPTS])
     right = RowProposer(ContextDrafter(), 5, None)
     assert ids(answers(lambda _: (model, tokenizer), tiny, right, rows=4)) == plain
 

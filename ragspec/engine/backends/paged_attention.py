@@ -35,8 +35,8 @@ class StepTensors:
     """What a step computes, on the device.
 
     Attributes:
-        token_ids: (R, n), the row's tokens first; (T + D,) if they are packed: without the padding of their rows, and
-            behind them those of D more rows of one token.
+        token_ids: (R, n), the row's tokens first; (T + D x m,) if they are packed: without the padding of their rows,
+            and behind them those of D more rows of m tokens, padding included.
         starts: (R + D,) position of each row's first token.
         counts: (R + D,) number of its tokens; the rest of the row is padding, and so are rows without any.
         tables: (R + D, W) the row's blocks; the padding block where it has fewer.
@@ -72,7 +72,7 @@ class StepTensors:
         )
         if len(self.starts) == rows:
             return [tiles]
-        ids = self.token_ids[length:, None]
+        ids = self.token_ids[length:].view(len(self.starts) - rows, -1)
         return [tiles, StepTensors(ids, self.starts[rows:], self.counts[rows:], self.tables[rows:])]
 
 
@@ -138,7 +138,7 @@ class PagedAttention:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Position of every token, (1, T + D)."""
+        """Position of every token, (1, T + D x m)."""
         return torch.cat([group.packed(group.positions) for group in self._groups])[None]
 
     def attend(

@@ -23,7 +23,7 @@ class Step:
         token_ids, starts, counts, tables, gather, scatter: The host's, as in StepTensors; empty if not needed.
         cascade: The host's arrays as in CascadeTensors; none if rows read all of their blocks themselves.
         sources: The host's indices of the token of each row of one token in what an earlier step wrote, (R or D,).
-        kept: The host's indices of the wanted logits, (R + D,); empty if all are wanted.
+        kept: The host's indices of the wanted logits, (R + D x m,); empty if all are wanted.
         tensors, wanted: The same on the device. wanted: None for all.
         replay: Computes `outputs` anew, once the step is captured.
         first_s: What the first run took, with compiling and capturing.
@@ -31,13 +31,13 @@ class Step:
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
         rows, tokens, length, beside = shape.rows, shape.tokens, shape.packed, shape.beside
-        every = rows + beside
+        every, more = rows + beside, beside * shape.beside_tokens
         shapes: list[tuple[int, ...]] = [
-            (length + beside,) if length else (rows, tokens),
+            (length + more,) if length else (rows, tokens),
             (every,),
             (every,),
             (every, shape.width),
-            (0 if shape.all_logits else every,),
+            (0 if shape.all_logits else rows + more,),
             (rows, tokens) if length else (0,),
             (length,),
             (beside if length else rows,),
@@ -59,7 +59,7 @@ class Step:
         cascade = CascadeTensors(*theirs[8:]) if shape.cascade else None
         self.tensors = StepTensors(theirs[0], theirs[1], theirs[2], theirs[3], gather, scatter, cascade)
         self._sources = theirs[7]
-        self._written = theirs[0][length:] if length else theirs[0][:, 0]
+        self._written = theirs[0][length :: shape.beside_tokens] if length else theirs[0][:, 0]
         self.wanted = None if shape.all_logits else theirs[4]
         self.replay: Callable[[], None] | None = None
         self.first_s = 0.0
@@ -105,12 +105,13 @@ class StepWork:
         bases = [at * shape.tokens for at in range(count)]  # of each row's tokens among the step's
         if shape.packed:
             bases = [*accumulate([0, *counts[: tiles - 1]])]
-            bases += range(shape.packed, shape.packed + count - tiles)
+            bases += range(shape.packed, shape.size, shape.beside_tokens)[: count - tiles]
             for at, (row, base) in enumerate(zip(rows[:tiles], bases, strict=False)):
                 step.token_ids[base : base + row.count] = self.token_ids[row.packed : row.packed + row.count]
                 step.gather[at, : row.count] = range(base, base + row.count)
                 step.scatter[base : base + row.count] = range(at * TILE, at * TILE + row.count)
-            step.token_ids[bases[tiles:]] = [self.token_ids[row.packed] for row in rows[tiles:]]
+            for row, base in zip(rows[tiles:], bases[tiles:], strict=True):
+                step.token_ids[base : base + row.count] = self.token_ids[row.packed : row.packed + row.count]
         elif shape.tokens == 1:
             step.token_ids[:count, 0] = [self.token_ids[row.packed] for row in rows]
         else:
@@ -122,9 +123,10 @@ class StepWork:
             step.sources[: len(self.written[1])] = self.written[1]
         places: list[int] = []
         for number, row, base, indices in zip(numbers, rows, bases, self.indices, strict=True):
-            if shape.all_logits:
-                places += [base + index - row.packed for index in indices]
-            elif indices:
-                step.kept[number] = base + indices[0] - row.packed
-                places.append(number)
+            found = [base + index - row.packed for index in indices]
+            if not shape.all_logits and found:  # of a row among tiles one at most, of one beside any
+                place = shape.rows + base - shape.packed if row.beside else number
+                step.kept[place : place + len(found)] = found
+                found = [*range(place, place + len(found))]
+            places += found
         return places

@@ -3,7 +3,7 @@
 A step has R rows of n tokens. A prompt is cut into rows of up to 64 tokens, and a long draft into several rows too:
 rows of one text see each other's keys, since a layer writes before it attends. Shapes are padded up to few sizes, so
 that a captured step serves many. Tokens of prompts are packed: only attention sees rows and their padding. Beside
-prompts a step may have D rows that decode one token each, so that the model's weights are read once for both.
+prompts a step may have D rows that decode or verify, so that the model's weights are read once for both.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PROMPTS = (64, 256, 512, 1024, MOST)  # tokens of a step that computes prompts, 
 SPARE = 20  # rows of such a step beyond those of full tiles: last tiles of prompts
 EXACT = 4, 64  # tokens of a row, and rows, of a step that decodes, where all steps have one shape
 WIDTH = 32  # least width of block tables; larger ones are powers of two
-RIDGE = 256  # tokens up to which reading a layer's weights takes longer than multiplying by them, on GPUs of today
+RIDGE = 256  # tokens from which multiplying by a layer's weights takes longer than reading them, on GPUs of today
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """The shape of a step: rows, tokens of each, width of block tables; whether all tokens' logits are wanted, or at
-    most one per row; number of tokens if they are packed, otherwise 0; number of rows of one token beside those;
+    most one per row; number of tokens if they are packed, otherwise 0; number of rows beside those, and tokens of each;
     whether rows read together what they share."""
 
     rows: int
@@ -39,18 +39,19 @@ class StepShape:
     all_logits: bool
     packed: int = 0
     beside: int = 0
+    beside_tokens: int = 1
     cascade: bool = False
 
     @property
     def size(self) -> int:
         """Number of tokens."""
-        return (self.packed or self.rows * self.tokens) + self.beside
+        return (self.packed or self.rows * self.tokens) + self.beside * self.beside_tokens
 
 
 @dataclass(slots=True)
 class StepRow:
     """A row of a step: `count` tokens of a cache row from position `start`. packed: index of the first among the
-    forward's tokens. beside: whether it decodes beside prompts."""
+    forward's tokens. beside: whether it decodes or verifies beside prompts."""
 
     row: int
     start: int
@@ -59,10 +60,10 @@ class StepRow:
     beside: bool = False
 
 
-def step_rows(segments: Iterable[tuple[int, Segment]], tokens: int) -> list[StepRow]:
+def step_rows(segments: Iterable[tuple[int, Segment]], tokens: int, beside: bool = False) -> list[StepRow]:
     """Return the rows of segments, each with the packed index of its first token, cut into up to `tokens` tokens."""
     return [
-        StepRow(segment.row, segment.start + first, min(tokens, segment.count - first), packed + first)
+        StepRow(segment.row, segment.start + first, min(tokens, segment.count - first), packed + first, beside)
         for packed, segment in segments
         for first in range(0, segment.count, tokens)
     ]
@@ -71,8 +72,7 @@ def step_rows(segments: Iterable[tuple[int, Segment]], tokens: int) -> list[Step
 def tokens_per_row(counts: Sequence[int], blocks: float) -> int:
     """Return into rows of how many tokens to cut the segments of a step, of `counts` tokens, so that it takes least.
 
-    More rows read a text's keys and values more often; longer rows have more padding. A step reads its layers' weights
-    once, and takes longer only for more than RIDGE tokens.
+    More rows read a text's keys and values more often; longer rows have more padding.
 
     Args:
         counts: Tokens of each segment.
@@ -92,8 +92,11 @@ def tokens_per_row(counts: Sequence[int], blocks: float) -> int:
 
 
 def _cost(tokens: int) -> float:
-    """Return how long a step of so many tokens takes, padding included, in times that reading the weights takes."""
-    return max(1.0, tokens / RIDGE)
+    """Return how long a step of so many tokens takes, padding included, in times that reading the weights takes.
+
+    A roofline without its edge: reading and multiplying overlap, but not wholly (docs/lab/log.md, 2026-11-28).
+    """
+    return float((1 + (tokens / RIDGE) ** 1.5) ** (2 / 3))
 
 
 def most_rows(tokens: int) -> int:
@@ -128,19 +131,17 @@ class StepShapes:
     def __init__(self, exact: bool) -> None:
         self.exact = exact
 
-    def likely(self, rows: int, drafts: bool, read: float) -> list[StepShape]:
-        """Return what a run of `rows` rows is likely to need.
-
-        drafts: whether rows verify drafts. read: bytes of keys and values that they read, as a share of the weights'.
-        """
+    def likely(self, rows: int, drafts: bool) -> list[StepShape]:
+        """Return what a run of `rows` rows is likely to need. drafts: whether rows verify drafts."""
         width = tables_width(1)
         shapes = [StepShape(size, TILE, width, False, length) for length, size in self._prompt_sizes]
-        if self.joins(rows, rows, read, MOST, drafts=drafts):
-            shapes += [replace(shape, beside=padded(rows, ROWS)) for shape in shapes]
         if self.exact:
             tokens, size = EXACT
             return [*shapes, StepShape(size, tokens, width, True)]
+        prompts = list(shapes)
         for tokens in TOKENS if drafts else TOKENS[:1]:
+            if self.joins(rows, rows, MOST, tokens):
+                shapes += [replace(shape, beside=padded(rows, ROWS), beside_tokens=tokens) for shape in prompts]
             wanted = min(rows * (tokens if tokens > 1 else 1 + drafts), ROWS[-1])
             most = min(padded(wanted, ROWS), most_rows(tokens))
             shapes += [StepShape(size, tokens, width, True) for size in ROWS if size <= most]
@@ -164,13 +165,8 @@ class StepShapes:
         for each in packed(segments):
             short = not each[1].alone and (self.exact or each[1].count <= TILE)
             (decoding if short else prompts).append(each)
-        beside: list[StepRow] = []
-        if all(segment.count == 1 for _, segment in decoding):
-            prompt_tokens = sum(segment.count for _, segment in prompts)
-            if self.joins(len(decoding), most, 0.0, prompt_tokens):
-                beside = [StepRow(segment.row, segment.start, 1, at, beside=True) for at, segment in decoding]
-                decoding = []
-        if decoding:
+        beside, more = self._beside(decoding, sum(segment.count for _, segment in prompts), most)
+        if decoding and not beside:
             tokens, size = EXACT
             if not self.exact:
                 reach = sum(segment.start + segment.count for _, segment in decoding) / len(decoding)
@@ -184,32 +180,46 @@ class StepShapes:
         while rows:
             places, tokens = padded(most, ROWS) if beside else 0, MOST
             if captured and not self.exact:
-                tokens = least_cost(min(MOST, sum(row.count for row in rows)), places)[2]
+                tokens = least_cost(min(MOST, sum(row.count for row in rows)), places * more)[2]
             part, rows = _first(rows, tokens, size, whole=self.exact)
             length = sum(row.count for row in part)
             tiles = next(each for each in self._prompt_sizes if length <= each[0] and len(part) < each[1])
-            yield [*part, *beside], StepShape(tiles[1], TILE, width, False, tiles[0], places)
-            beside = []
+            yield [*part, *beside], StepShape(tiles[1], TILE, width, False, tiles[0], places, more)
+            beside, more = [], 1
 
-    def joins(self, rows: int, most: int, read: float, tokens: int, *, drafts: bool = False) -> bool:
-        """Return whether rows that decode a token are computed sooner in a step of prompts, which reads weights too.
+    def _beside(self, decoding: Sequence[tuple[int, Segment]], tokens: int, most: int) -> tuple[list[StepRow], int]:
+        """Return the rows of segments that are computed beside so many tokens of prompts, and the tokens of each."""
+        each = TOKENS[any(segment.count > 1 for _, segment in decoding)]
+        rows = step_rows(decoding, each, beside=True)
+        return (rows, each) if self.joins(len(rows), most, tokens, each) else ([], 1)
 
-        Those that verify drafts have a step of their own. Where each may bring several tokens that step is worth
-        more, unless there are few rows.
+    def joins(self, rows: int, most: int, tokens: int, each: int) -> bool:
+        """Return whether rows are computed sooner in a step of prompts, which reads weights too.
 
         Args:
-            rows: How many decode.
+            rows: How many there are.
             most: Rows of the run, which the step has places for.
-            read: Bytes of the keys and values that the rows read, as a share of the weights'. Only for `drafts`.
             tokens: Of prompts.
-            drafts: Whether the rows would verify drafts otherwise.
+            each: Tokens of each row, padding included.
         """
-        if self.exact or not rows or not tokens or most > ROWS[-1]:
+        if self.exact or not rows or not tokens or most > most_rows(each) or rows > padded(most, ROWS):
             return False
-        places = padded(most, ROWS)
-        if drafts and (places / RIDGE + read) * TOKENS[-1] > 1 + read:
-            return False
-        return least_cost(tokens, places)[0] < _cost(padded(rows, ROWS)) + least_cost(tokens)[0]
+        beside = padded(most, ROWS) * each
+        return least_cost(tokens, beside)[0] < _cost(padded(rows, ROWS) * each) + least_cost(tokens)[0]
+
+    def fitted(self, counts: Sequence[int], most: int) -> list[int]:
+        """Return how many of the tokens of each segment, `counts`, fit beside prompts. most: rows of the run.
+
+        The first few of all do; as long as there are places left, some have more.
+        """
+        each, left = TOKENS[-1], padded(most, ROWS) - len(counts)
+        kept = [min(each, count) for count in counts]
+        for rows in range(1, -(-max(counts, default=0) // each)):
+            for at, count in enumerate(counts):
+                if left > 0 and count > rows * each:
+                    kept[at] = min(count, (rows + 1) * each)
+                    left -= 1
+        return kept
 
     def one_step(self, rows: int) -> bool:
         """Return whether so many rows that decode make one step."""

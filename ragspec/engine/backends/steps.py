@@ -20,7 +20,7 @@ from ragspec.engine.backends.cascade import WORTH, CascadeChoice, SharedPrefix, 
 from ragspec.engine.backends.graphs import Capture, StepOutputs
 from ragspec.engine.backends.paged_attention import TILE, Compute, PagedAttention
 from ragspec.engine.backends.step_buffers import Step, StepWork
-from ragspec.engine.backends.step_shapes import StepRow, StepShape, StepShapes, packed, step_rows, tables_width
+from ragspec.engine.backends.step_shapes import TOKENS, StepRow, StepShape, StepShapes, packed, step_rows, tables_width
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
@@ -28,7 +28,6 @@ from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, is_out_of_memory, out_of_memory
 
 COMPILING_S = 5.0  # of two kernels that no earlier run has left in the cache: the least that a trial may cost
-REACH = 512  # tokens that a row is taken to read, where none is known yet
 TRIALS = 4  # runs of each way when two are compared; the first captures
 # token ids (1, T), positions (1, T), packed indices of the wanted logits or None for all -> logits (wanted, vocab)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -159,7 +158,7 @@ class PagedSteps:
 
         drafts: whether rows verify drafts.
         """
-        shapes = self.shapes.likely(rows, drafts, REACH * rows * self._token_share)
+        shapes = self.shapes.likely(rows, drafts)
         for shape in sorted(shapes, key=attrgetter("size"), reverse=True):
             if self._capture is None:
                 break
@@ -202,13 +201,12 @@ class PagedSteps:
         ]
         return LaunchedStep(parts, wanted, self._device)
 
-    def joins(self, reaches: Sequence[int], tokens: int, *, drafts: bool) -> bool:
-        """Return whether rows that decode a token are computed in a step of prompts.
+    def joins(self, rows: int, tokens: int, *, drafts: bool) -> bool:
+        """Return whether so many rows that decode are computed in a step of prompts.
 
-        reaches: tokens that each reads. tokens: of prompts. drafts: whether they would verify drafts otherwise.
+        tokens: of prompts. drafts: whether the rows may verify drafts.
         """
-        read = sum(reaches) * self._token_share
-        return self.shapes.joins(len(reaches), self.cache.rows, read, tokens, drafts=drafts)
+        return self.shapes.joins(rows, self.cache.rows, tokens, TOKENS[-1] if drafts else TOKENS[0])
 
     @property
     def _token_share(self) -> float:
@@ -243,7 +241,7 @@ class PagedSteps:
             else [i for i in range(row.packed, row.packed + row.count) if i in asked]
             for row in rows
         ]
-        if shape.tokens == 1 or any(len(mine) > 1 for mine in indices):
+        if shape.tokens == 1 or any(len(mine) > 1 for mine, row in zip(indices, rows, strict=True) if not row.beside):
             shape = replace(shape, all_logits=True)
         tables = self.cache.tables([row.row for row in rows])[:, : shape.width]
         work = StepWork(rows, indices, token_ids, tables, written)

@@ -215,9 +215,13 @@ class Model:
         """Whether prompts take no room from decoding rows: a forward becomes several steps where that is sooner."""
         return self.steps is not None
 
-    def joins(self, reaches: Sequence[int], tokens: int, *, drafts: bool) -> bool:
-        """Return whether rows that decode a token cost little beside so many tokens of prompts (StepShapes.joins)."""
-        return self.steps is not None and self.steps.joins(reaches, tokens, drafts=drafts)
+    def joins(self, rows: int, tokens: int, *, drafts: bool) -> bool:
+        """Return whether rows that decode are computed in a step of so many tokens of prompts (StepShapes.joins)."""
+        return self.steps is not None and self.steps.joins(rows, tokens, drafts=drafts)
+
+    def fitted(self, counts: Sequence[int]) -> list[int]:
+        """Return how many tokens of each row fit beside prompts, if it has `counts` (StepShapes.fitted)."""
+        return list(counts) if self.steps is None else self.steps.shapes.fitted(counts, self.cache.rows)
 
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""

@@ -85,8 +85,8 @@ def reference(model: Model, ids: list[int]) -> torch.Tensor:
 def packed(model: Model) -> torch.Tensor:
     """Return the engine's logits, (TOKENS, vocab), for the same text.
 
-    Covers two rows at once, chunks, a rejected draft that leaves stale slots, and single tokens, also beside a chunk of
-    the other row, which is shorter. The cache is empty afterwards.
+    Covers two rows at once, chunks, a rejected draft that leaves stale slots, and single tokens and a draft beside a
+    chunk of the other row, which is shorter. The cache is empty afterwards.
     """
     ids = token_ids(model.inner, TOKENS)
     rows = model.cache.rows
@@ -103,7 +103,8 @@ def packed(model: Model) -> torch.Tensor:
         model.logits([Segment(1, 9, 1), mine(half, 5)], [ids[9], *ids[half : half + 5]], range(1, 6)),
         model.logits([Segment(1, 10, 1), mine(half + 5, 12, True)], ids[10:11] + ids[half + 5 : last], range(1, 13)),
         model.logits([mine(last, 1), Segment(1, 11, 5, True)], ids[last : last + 1] + ids[11:16], [0]),
-        *(model.logits([mine(at, 1)], [ids[at]], [0]) for at in range(last + 1, TOKENS)),
+        model.logits([mine(last + 1, 3), Segment(1, 16, 5, True)], ids[last + 1 : last + 4] + ids[16:21], range(3)),
+        *(model.logits([mine(at, 1)], [ids[at]], [0]) for at in range(last + 4, TOKENS)),
     ]
     model.resize(rows)
     return torch.cat(parts)
