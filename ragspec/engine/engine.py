@@ -362,7 +362,7 @@ class Engine:
         joined = bool(filling) and self._model.joins(len(ready), prefill, drafts=not self._plain)
         drafts = self._drafting.drafts(ready, prefill)
         if joined:
-            drafts = self._fitted(drafts)
+            drafts = self._fitted(ready, drafts, prefill)
         work = [
             ScheduledRequest(row, row.computed, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
             for row, draft in zip(ready, drafts, strict=True)
@@ -386,13 +386,22 @@ class Engine:
             prompts += [item for item in later if id(item.row) not in started]
         return work + prompts, []
 
-    def _fitted(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Return drafts that fit beside prompts. Sampled ones are not cut (proposers/base.py)."""
-        counts = [1 + len(draft.token_ids) for draft in drafts]
-        return [
-            draft if draft.probabilities is not None else draft.cut(count - 1)
-            for draft, count in zip(drafts, self._model.fitted(counts), strict=True)
-        ]
+    def _fitted(self, rows: Sequence[RequestState], drafts: Sequence[Draft], prefill: int) -> Sequence[Draft]:
+        """Return drafts that fit beside prompts; none if they are not worth the places that such a step has for them.
+
+        prefill: tokens of prompts. Sampled drafts are not changed (proposers/base.py).
+        """
+        cost, reach = self._settings.cost, reach_of(rows)
+        if any(draft.probabilities is not None for draft in drafts) or not any(draft.token_ids for draft in drafts):
+            return drafts
+        counts = self._model.fitted([1 + len(draft.token_ids) for draft in drafts])
+        drafts = [draft.cut(count - 1) for draft, count in zip(drafts, counts, strict=True)]
+        if cost is None:
+            return drafts
+        expected = sum(sum(draft.cumulative_acceptance) for draft in drafts)
+        worth = expected * cost(len(rows), len(rows), reach) / len(rows)
+        pays = worth > self._model.places_beside * cost.marginal(prefill + len(rows), reach)
+        return drafts if pays else [Draft()] * len(drafts)
 
     def _chunks(self, filling: Sequence[RequestState], begun: Mapping[int, int], budget: int) -> list[ScheduledRequest]:
         """Return the next chunks of prompts, of up to `budget` tokens. begun: what is computed of each, by identity."""

@@ -100,10 +100,9 @@ class StepTimer:
             return spent
         clock.steps += 1
         clock.drafted_steps += any(item.draft.token_ids for item in decoding)
-        if cost is not None and prefill:
-            cost.observe_beside(tokens + prefill, forward_s)
-        elif cost is not None:
-            cost.observe(tokens, len(decoding), reach_of([item.row for item in decoding]), forward_s)
+        if cost is not None:
+            step = tokens, len(decoding), reach_of([item.row for item in decoding]), forward_s
+            cost.observe_beside(prefill, *step) if prefill else cost.observe(*step)
         return spent
 
 

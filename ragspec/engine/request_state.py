@@ -173,11 +173,6 @@ class CacheRow:
         self.left, self.left_base = array("i", self.row.tokens[: self.row.computed]), self.row.base
         self.row = None
 
-    def could_offer(self, tokens: array[int], least: int) -> bool:
-        """Return False if it holds, and will hold, less than `least` of the leading `tokens`: one of them tells."""
-        held = self.row.tokens if self.row else self.left
-        return not least or (least <= len(held) and held[least - 1] == tokens[least - 1])
-
     def offers(self, tokens: array[int]) -> tuple[int, int]:
         """Return how many of the leading `tokens` it holds now, and how many it will."""
         if self.row is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from ragspec.engine.kv.budget import KvBudget
-from ragspec.engine.kv.common_prefix import LEAST, grouped, shared
+from ragspec.engine.kv.common_prefix import LEAST, PrefixIndex, grouped, keys_of, shared
 from ragspec.engine.model.kv_splits import PrefixGroup
 from ragspec.engine.request_state import CacheRow, RequestState, Start
 from ragspec.engine.sampling import Noise
@@ -71,6 +71,7 @@ class PrefixGroups:
 # -- scheduler -------------------------------------------------------------------------------------
 WAIT = 16  # a request waits if another row is about to compute this many more tokens of its prefix
 FIRST = 4  # requests read before the first step, if others can be read while the device computes
+DONORS = 8  # slots with a request's prefix that are compared
 SCAN = 256  # waiting requests considered when choosing the next
 
 Agree = Callable[[int, int, int], bool]
@@ -79,18 +80,26 @@ Agree = Callable[[int, int, int], bool]
 class WaitingRequest:
     """A request, or a preempted row, in the queue. Tokens are packed: thousands may wait."""
 
-    __slots__ = ("group", "request", "row", "tokens")
+    __slots__ = ("_keys", "group", "request", "row", "tokens")
 
     def __init__(self, request: Request, group: int = -1, row: RequestState | None = None) -> None:
         self.request = request
         self.group = group  # common to requests with a common prefix
         self.row = row
         self.tokens = array("i", row.tokens if row else request.token_ids)
+        self._keys: list[int] | None = None
 
     @property
     def base(self) -> int:
         """The base with which its row starts (RequestState.base)."""
         return self.row.base if self.row else len(self.tokens)
+
+    @property
+    def keys(self) -> list[int]:
+        """The keys of its tokens (PrefixIndex)."""
+        if self._keys is None:
+            self._keys = keys_of(self.tokens)
+        return self._keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +164,7 @@ class Scheduler:
     def _clear(self, places: int) -> None:
         self.places = [CacheRow() for _ in range(places)]
         self._free = list(range(places))  # least recently used first
-        self._latest = 0  # a slot that holds at least the prefix common to all prompts
+        self._index = PrefixIndex()
 
     def rows(self) -> list[RequestState]:
         """Return the rows under way, by slot."""
@@ -243,7 +252,7 @@ class Scheduler:
         row.place, row.computed = chosen.target, chosen.tokens
         if not row.written:
             row.cached = chosen.tokens
-        self._latest = chosen.target
+        self._index.put(chosen.target, waiting.keys)
         return Start(row, chosen.donor, chosen.tokens)
 
     def _fits(self) -> int:
@@ -331,20 +340,24 @@ class Scheduler:
         return _Choice(0, donor, donor if donor in self._free else self._free[0], now)
 
     def _best_donor(self, waiting: WaitingRequest) -> tuple[int, int, int]:
-        """Return the slot with the longest prefix of a request, its length, and the longest that any slot will have."""
+        """Return the slot with the longest prefix of a request, its length, and the longest that any slot will have.
+
+        Of slots that begin alike to within a few tokens, the first few that hold them are enough.
+        """
         last = len(waiting.tokens) - 1  # the last token is always computed, since its logits are needed
-        donor, best, longest = self._latest, 0, 0
-        for index, place in enumerate(self.places):
-            # requests that were read apart have other groups, whatever they have in common
-            if place.group == waiting.group or index == self._latest or self._reads_beside:
-                if not place.could_offer(waiting.tokens, best + (place.row is not None)):
-                    continue
-                most = min(place.base, len(waiting.request.token_ids)) if self._prompts_only else last
-                offered = [min(tokens, most) for tokens in place.offers(waiting.tokens)]
-                now, coming = (self._usable(waiting.base, place.base, min(last, tokens)) for tokens in offered)
-                longest = max(longest, coming)
-                if now > best or (now == best and place.row is None):
-                    donor, best = index, now
+        donor, best, longest, enough = 0, 0, 0, DONORS
+        slots, least = self._index.nearest(waiting.keys)
+        for index in slots:
+            place = self.places[index]
+            most = min(place.base, len(waiting.request.token_ids)) if self._prompts_only else last
+            offered = [min(tokens, most) for tokens in place.offers(waiting.tokens)]
+            now, coming = (self._usable(waiting.base, place.base, min(last, tokens)) for tokens in offered)
+            longest = max(longest, coming)
+            if now > best or (now == best and place.row is None):
+                donor, best = index, now
+            enough -= now >= least
+            if not enough:
+                break
         return donor, best, longest
 
     def _usable(self, base: int, other: int, tokens: int) -> int:

@@ -48,8 +48,8 @@ class StepCost:
     read: share of the rows' slots that a step reads, since shared blocks are read once; set by the engine.
     scale: the machine's slowdown since probing; every step updates it.
     own: the remaining correction for a bucket of sizes, weighted by observations; unseen sizes keep the curve's shape.
-    beside: seconds per token, before scale, of steps with prefill. They are far larger than the curve's steps and say
-    nothing about those, so they correct only the marginal cost.
+    beside: seconds per prefill token, before scale, beyond those of a step of the other rows. Such steps are far larger
+    than the curve's and say nothing about those, so they correct only the marginal cost.
 
     points: (tokens, seconds) by rising tokens.
     """
@@ -91,12 +91,16 @@ class StepCost:
         slope = max(0.0, self._base(tokens + CHUNK_SLOPE) - self._base(tokens)) / CHUNK_SLOPE
         return (max(slope, self._beside) + reach * self._per_slot) * self._scale
 
-    def observe_beside(self, tokens: int, seconds: float) -> None:
-        """Learn from a step with prefill, where each token costs about the same. Outliers are clipped."""
-        share = seconds / tokens / self._scale
+    def observe_beside(self, prefill_tokens: int, tokens: int, rows: int, reach: int, seconds: float) -> None:
+        """Learn from a step with prefill what a token of it takes. Outliers are clipped.
+
+        tokens, rows, reach: of the rows that decode, which would have taken a step of their own.
+        """
+        share = max(0.0, seconds / self._scale - self._expected(tokens, rows, reach)) / prefill_tokens
         if self._beside:
             share = min(share, 2 * self._beside)
-        self._beside += (LEARN if self._beside else 1.0) * (share - self._beside)
+        weight = LEARN * prefill_tokens / (prefill_tokens + tokens)  # next to many others, a few tokens tell little
+        self._beside += (weight if self._beside else 1.0) * (share - self._beside)
 
     def observe(self, tokens: int, rows: int, reach: int, seconds: float) -> None:
         """Learn from a step without prefill. Outliers are clipped."""

@@ -215,14 +215,14 @@ def test_beside_a_prompt_a_draft_token_has_to_earn_its_own_seconds(prefill_token
 def test_what_a_token_costs_beside_a_prompt_is_learnt():
     cost = StepCost([(1, 1.0), (101, 2.0)])
     assert allocate([[0.3], [0.15]], cost, 0, 20) == [1, 1]
-    cost.observe_beside(500, 50.0)  # 0.1 s a token
+    cost.observe_beside(490, 10, 1, 0, 50.0)  # 0.1 s a token
     assert allocate([[0.3], [0.15]], cost, 0, 20) == [1, 0]
 
 
 def test_a_step_that_was_held_up_teaches_little():
     cost = StepCost([(1, 1.0), (101, 2.0)])
-    cost.observe_beside(500, 5.0)
-    cost.observe_beside(500, 5000.0)
+    cost.observe_beside(490, 10, 1, 0, 5.0)
+    cost.observe_beside(490, 10, 1, 0, 5000.0)
     assert allocate([[0.3], [0.15]], cost, 0, 20) == [1, 1]
 
 

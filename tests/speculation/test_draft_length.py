@@ -41,7 +41,7 @@ def step_costs(draw):
     cost = StepCost(points, draw(st.sampled_from([0.0, 1e-7])), draw(st.sampled_from([0.0, 1e-6])))
     for tokens, seconds in draw(st.lists(st.tuples(st.integers(1, 120), SECONDS), max_size=12)):
         cost.observe(tokens, 1, 10, seconds)
-        cost.observe_beside(tokens, seconds)
+        cost.observe_beside(tokens, 4, 1, 10, seconds)
     return cost
 
 

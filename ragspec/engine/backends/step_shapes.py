@@ -207,6 +207,10 @@ class StepShapes:
         beside = padded(most, ROWS) * each
         return least_cost(tokens, beside)[0] < _cost(padded(rows, ROWS) * each) + least_cost(tokens)[0]
 
+    def places(self, most: int) -> int:
+        """Return how many tokens of drafts there are beside prompts, padding included. most: rows of the run."""
+        return padded(most, ROWS) * (TOKENS[-1] - TOKENS[0])
+
     def fitted(self, counts: Sequence[int], most: int) -> list[int]:
         """Return how many of the tokens of each segment, `counts`, fit beside prompts. most: rows of the run.
 

@@ -8,10 +8,11 @@ Source of grouping by prefix: BatchLLM, arXiv:2412.03594; it only sees records t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 LEAST = 64  # tokens from which a shared prefix is worth a split of its own in attention
+PIECE = 16  # tokens to a key
 WORTH = 32  # shared tokens, beyond those that all prompts share, from which prompts are grouped
 
 
@@ -56,3 +57,41 @@ def largest_first(groups: list[list[int]], prompts: Sequence[Sequence[int]]) -> 
         return shared(prompts[group[0]], prompts[group[-1]]) * (len(group) - 1)
 
     return sorted(groups, key=saved, reverse=True)
+
+
+def keys_of(tokens: Sequence[int]) -> list[int]:
+    """Return a key of the first PIECE tokens, of the first two times as many, and so on."""
+    keys, key = [], 0
+    for start in range(0, len(tokens) - PIECE + 1, PIECE):
+        key = hash((key, *tokens[start : start + PIECE]))
+        keys.append(key)
+    return keys
+
+
+class PrefixIndex:
+    """Slots by what their texts begin with."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, dict[int, None]] = {}  # by key, the earliest first
+        self._keys: dict[int, list[int]] = {}  # by slot
+
+    def put(self, slot: int, keys: list[int]) -> None:
+        """Take in the text of a slot, in place of an earlier one."""
+        for key in self._keys.get(slot, ()):
+            slots = self._slots[key]
+            del slots[slot]
+            if not slots:
+                del self._slots[key]
+        self._keys[slot] = keys
+        for key in keys:
+            self._slots.setdefault(key, {})[slot] = None
+
+    def nearest(self, keys: Sequence[int]) -> tuple[Collection[int], int]:
+        """Return the slots whose texts begin most alike, to within a piece, and how many tokens they share at least."""
+        found: Collection[int] = ()
+        for count, key in enumerate(keys):
+            slots = self._slots.get(key)
+            if slots is None:
+                return found, count * PIECE
+            found = slots
+        return found, len(keys) * PIECE

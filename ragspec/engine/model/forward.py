@@ -223,6 +223,11 @@ class Model:
         """Return how many tokens of each row fit beside prompts, if it has `counts` (StepShapes.fitted)."""
         return list(counts) if self.steps is None else self.steps.shapes.fitted(counts, self.cache.rows)
 
+    @property
+    def places_beside(self) -> int:
+        """Places for drafts beside prompts, all of which are computed if there is a draft (StepShapes.places)."""
+        return 0 if self.steps is None else self.steps.shapes.places(self.cache.rows)
+
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""
         if self.steps is not None:
