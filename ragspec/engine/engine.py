@@ -82,22 +82,29 @@ class Drafting:
         self._failures = 0
         self._worked = False  # whether a model ran for this step's drafts
         self.asking_s = 0.0  # of this step, spent in the proposer
+        self.rests = False  # whether neither this step nor the coming one has drafts
 
-    def drafts(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
-        """Return a draft per row. prefill_tokens: tokens of the step that belong to other rows."""
-        self._worked, self.asking_s = False, 0.0
+    def drafts(self, rows: Sequence[RequestState], prefill_tokens: int, *, ahead: bool = False) -> list[Draft]:
+        """Return a draft per row.
+
+        prefill_tokens: tokens of the step that belong to other rows. ahead: the step has been started without drafts.
+        """
+        self._worked, self.asking_s, self.rests = False, 0.0, False
         if rows and self._plain is not None:
             self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)
         if (
-            prefill_tokens
+            not ahead
+            and prefill_tokens
             and self._cost is not None
             and hopeless(len(rows), self._cost, reach_of(rows), prefill_tokens)
         ):
             return [Draft()] * len(rows)
-        if self._trial is not None and not self._trial.allows(len(rows), self._expected_s, mixed=prefill_tokens > 0):
+        mixed = prefill_tokens > 0 and not ahead
+        if self._trial is not None and (not self._trial.allows(len(rows), self._expected_s, mixed) or ahead):
+            self.rests = self._trial.rests
             return [Draft()] * len(rows)
         started = time.perf_counter()
         try:
@@ -219,6 +226,7 @@ class Engine:
         self._eos = eos
         self._settings = settings or EngineSettings()
         self._plain = type(proposer) is NoProposer  # no row will ever have a draft
+        self._quiet = self._plain  # no row has one in this step or the coming one
         self._ahead: StepAhead | None = None
         pool = model.cache if isinstance(model.cache, PagedCache) and model.cache.fixed else None
         self._space = None if pool is None else BlockSpace(pool)
@@ -359,8 +367,9 @@ class Engine:
         missing = sum(len(row.tokens) - row.computed for row in filling)
         self._expect(ready)
         prefill = min(missing, self._settings.chunk)
-        joined = bool(filling) and self._model.joins(len(ready), prefill, drafts=not self._plain)
-        drafts = self._drafting.drafts(ready, prefill)
+        drafts: Sequence[Draft] = self._drafting.drafts(ready, prefill, ahead=ahead is not None)
+        self._quiet = self._plain or self._drafting.rests
+        joined = bool(filling) and self._model.joins(len(ready), prefill, drafts=not self._quiet)
         if joined:
             drafts = self._fitted(ready, drafts, prefill)
         work = [
@@ -375,7 +384,7 @@ class Engine:
             prompts = self._chunks(filling, begun, budget)
         else:
             prompts = [item for item in ahead.prompts if id(item.row) in begun]
-        waits = joined and self._plain
+        waits = joined and self._quiet
         if not waits and ahead is None:
             return work + prompts, []
         started = {id(item.row): item.slots for item in prompts}
@@ -497,7 +506,7 @@ class Engine:
         if ahead is not None and len(rest) < len(work):
             result = ahead.joined(work, result)
         assert result is not None
-        if bare and self._plain:
+        if bare and self._quiet:
             try:
                 self._ahead = start_ahead(self._model, work, later, result)
             except MAY_BE_MEMORY as error:

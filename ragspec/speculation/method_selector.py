@@ -44,10 +44,13 @@ class _Method:
 
 
 class MethodSelector:
-    """Selects among `names`; the first drafts from the beginning. `chosen` is the active method."""
+    """Selects among `names`; the first drafts from the beginning. `chosen` is the active method.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.plain = PlainSteps()
+    overlaps: whether a plain step is started before the plain one before it is read.
+    """
+
+    def __init__(self, names: Sequence[str], overlaps: bool = False) -> None:
+        self.plain = PlainSteps(overlaps)
         self._methods = {name: _Method(SpeculationGuard(self.plain)) for name in names}
         self.chosen, *self._others = names
         self.current = self.chosen  # the method that drafts in the coming step
@@ -63,6 +66,11 @@ class MethodSelector:
     def candidates(self) -> list[str]:
         """Return the methods that may still draft."""
         return [self.chosen, *self._others]
+
+    @property
+    def rests(self) -> bool:
+        """Return whether the coming step is certain to be a plain one."""
+        return not self._others and self._methods[self.chosen].guard.rests
 
     def allows(self, rows: int, expected_s: float, mixed: bool = False) -> bool:
         """Return whether the coming step may draft, and choose its method in `current`.
@@ -107,7 +115,8 @@ class MethodSelector:
         """
         method = self._methods[self.current]
         seconds, asking_s = self._own(seconds, asking_s)
-        plain = self.plain.seconds(rows, expected_s) if drafted else seconds - asking_s
+        without = self.plain.without(rows, expected_s, seconds, asking_s)
+        plain = self.plain.seconds(rows, expected_s) if drafted else without
         if plain is not None:
             seconds = min(seconds, WILD * max(plain, method.savings.mean_s or inf))  # clip outside interruptions
             asking_s = asking_s if drafted else seconds - plain

@@ -6,7 +6,8 @@
 
 Steps with drafts are compared with plain ones: steps in which nothing was worth drafting, and occasional ones that the
 guard requests. Plain times are stored relative to an expected time, so that they apply to other numbers of rows; the
-expectation must not learn from steps with drafts.
+expectation must not learn from steps with drafts. Where the next plain step is started before the last is read, only
+such steps count: plain ones are requested in a row, of which the first teaches nothing.
 """
 
 from __future__ import annotations
@@ -95,15 +96,25 @@ class _Plain:
 class PlainSteps:
     """Times of plain steps, shared by everything that is compared with them.
 
-    ago: steps with drafts since the latest plain step. elsewhere: those of them far from any known number of rows.
+    overlaps: whether a plain step is started before the plain one before it is read. ago: steps with drafts since the
+    latest plain step. elsewhere: those of them far from any known number of rows. in_a_row: latest steps that did not
+    ask for drafts.
     """
 
+    overlaps: bool = False
     ago: int = 0
     elsewhere: int = 0
+    in_a_row: int = 0
+    _alone_s: float = 0.0  # per row: what a plain step takes longer if it is not started ahead
     _known: dict[int, _Plain] = field(default_factory=dict)  # by rows
 
     def learn(self, rows: int, seconds: float, expected_s: float) -> None:
-        """Add a plain step of `rows` rows."""
+        """Add a step of `rows` rows without drafts, unless plain ones would have been faster."""
+        if self.overlaps and self.in_a_row < 2:
+            known = self.seconds(rows, expected_s)
+            if self.in_a_row and known is not None:
+                self._alone_s += LEARN * (max(0.0, min(seconds, WILD * known) - known) / rows - self._alone_s)
+            return
         off = seconds / expected_s
         plain = self._known.setdefault(rows, _Plain(off))
         if plain.count < TRUSTED:
@@ -124,6 +135,20 @@ class PlainSteps:
         """Return whether the coming step should be plain. every: steps with drafts per plain step."""
         known = self._nearest(rows)
         return known is None or self.ago >= every or (self.elsewhere >= ELSEWHERE and not self._near(rows))
+
+    def more(self, rows: int) -> int:
+        """Return how many plain steps should follow a first one that is requested."""
+        known = self._known.get(rows)
+        return max(1, TRUSTED - (known.count if known else 0)) if self.overlaps else 0
+
+    def without(self, rows: int, expected_s: float, seconds: float, asking_s: float) -> float:
+        """Return what a step that asked for drafts in vain, for `asking_s`, would have taken as a plain one."""
+        known = self.seconds(rows, expected_s) if self.overlaps and asking_s else None
+        return seconds - asking_s if known is None else min(seconds - asking_s, known)
+
+    def hidden(self, rows: int) -> float:
+        """Return what a step takes less if it is started before the one before it is read."""
+        return rows * self._alone_s
 
     def seconds(self, rows: int, expected_s: float) -> float | None:
         """Return the seconds of a plain step whose expectation is `expected_s`, None if unknown."""
@@ -209,6 +234,7 @@ class SpeculationGuard:
         self._savings = Savings()  # of steps with drafts
         self._every = EVERY
         self._paused = self._plain_requests = 0
+        self._more_plain = 0  # requested steps that are to come
         self._wait = SOON  # steps with drafts before the next judgement
         self._catches_up = False  # whether the next step is the first after a pause, in which drafters catch up
 
@@ -222,7 +248,8 @@ class SpeculationGuard:
                 pauses.left -= 1
                 self._paused += 1
                 return False
-        if not mixed and self.plain.wanted(rows, self._every):
+        if not mixed and (self._more_plain or self.plain.wanted(rows, self._every)):
+            self._more_plain = self._more_plain - 1 if self._more_plain else self.plain.more(rows)
             self._plain_requests += 1
             return False
         return True
@@ -234,9 +261,10 @@ class SpeculationGuard:
 
         seconds: of the step, drafting included. asking_s: the part spent on drafts, found or not; 0 if not asked.
         """
+        self.plain.in_a_row = 0 if drafted or asking_s else self.plain.in_a_row + 1
         if not drafted:
-            without = seconds - asking_s
-            self.plain.learn(rows, without, expected_s)
+            without = self.plain.without(rows, expected_s, seconds, asking_s)
+            self.plain.learn(rows, seconds - asking_s, expected_s)
             if asking_s and self._catches_up:
                 self._catches_up = False
             elif asking_s and self._asking.loses(rows, without, min(seconds, WILD * without)):
@@ -260,6 +288,7 @@ class SpeculationGuard:
         seconds, asking_s: of the step, drafting included, and of asking. expected_s: of a plain step of these rows.
         The time of verification is unknown here and not counted: what loses without it certainly loses.
         """
+        self.plain.in_a_row = 0 if asking_s else self.plain.in_a_row + 1
         if not asking_s:
             return
         if self._catches_up:
@@ -268,7 +297,8 @@ class SpeculationGuard:
         without = seconds - asking_s
         plain = self.plain.seconds(rows, expected_s)
         worth = accepted / rows * (without if plain is None else min(plain, without))  # a plain step is not longer
-        if self._asking_beside.loses(rows, without + worth, min(seconds, WILD * without)):
+        saved = max(0.0, without - self.plain.hidden(rows)) + worth
+        if self._asking_beside.loses(rows, saved, min(seconds, WILD * without)):
             self._pauses_beside.begin()
             self._asking_beside.forget()
         elif self._asking_beside.savings.interval[0] > SURE:
@@ -304,6 +334,11 @@ class SpeculationGuard:
     def pausing(self) -> bool:
         """Return whether the method is paused."""
         return self._pauses.left > 0
+
+    @property
+    def rests(self) -> bool:
+        """Return whether the coming step is certain to be a plain one."""
+        return self.pausing or self._more_plain > 0
 
     def about(self) -> dict[str, Any]:
         """Return the statistics: speeds, pauses, and steps without drafts."""
