@@ -116,7 +116,7 @@ class PlainSteps:
                 self._alone_s += LEARN * (max(0.0, min(seconds, WILD * known) - known) / rows - self._alone_s)
             return
         off = seconds / expected_s
-        plain = self._known.setdefault(rows, _Plain(off))
+        plain = self._known.setdefault(_bucket(rows), _Plain(off))
         if plain.count < TRUSTED:
             plain.off = min(plain.off, off)  # one of the first may have been interrupted
         else:
@@ -138,7 +138,7 @@ class PlainSteps:
 
     def more(self, rows: int) -> int:
         """Return how many plain steps should follow a first one that is requested."""
-        known = self._known.get(rows)
+        known = self._known.get(_bucket(rows))
         return max(1, TRUSTED - (known.count if known else 0)) if self.overlaps else 0
 
     def without(self, rows: int, expected_s: float, seconds: float, asking_s: float) -> float:
@@ -156,13 +156,17 @@ class PlainSteps:
         return None if known is None else self._known[known].off * expected_s
 
     def _nearest(self, rows: int) -> int | None:
-        """Return the known number of rows nearest to `rows`."""
+        """Return the bucket of known numbers of rows that is nearest to `rows`."""
         trusted = (other for other, plain in self._known.items() if plain.count >= TRUSTED)
-        return min(trusted, key=lambda other: abs(log(other / rows)), default=None)
+        return min(trusted, key=lambda other: abs(other - _bucket(rows)), default=None)
 
     def _near(self, rows: int) -> bool:
-        known = self._nearest(rows)
-        return known is not None and abs(log(known / rows)) <= log(NEAR) + 1e-9
+        return self._nearest(rows) == _bucket(rows)
+
+
+def _bucket(rows: int) -> int:
+    """Return the number of a range of rows, whose ends differ by NEAR."""
+    return round(log(rows, NEAR))
 
 
 # -- guard -----------------------------------------------------------------------------------------
