@@ -82,6 +82,7 @@ class Drafting:
         self._failures = 0
         self._worked = False  # whether a model ran for this step's drafts
         self.asking_s = 0.0  # of this step, spent in the proposer
+        self.verifying_s = 0.0  # of this step beside prompts, as far as it is known
         self.rests = False  # whether neither this step nor the coming one has drafts
 
     def drafts(self, rows: Sequence[RequestState], prefill_tokens: int, *, ahead: bool = False) -> list[Draft]:
@@ -89,7 +90,7 @@ class Drafting:
 
         prefill_tokens: tokens of the step that belong to other rows. ahead: the step has been started without drafts.
         """
-        self._worked, self.asking_s, self.rests = False, 0.0, False
+        self._worked, self.asking_s, self.verifying_s, self.rests = False, 0.0, 0.0, False
         if rows and self._plain is not None:
             self._expected_s = self._plain(len(rows), len(rows), reach_of(rows))
         if not rows or self._pause:
@@ -162,7 +163,9 @@ class Drafting:
         if self._trial is None or not rows:
             return
         if rows < len(work):
-            self._trial.observe_beside(rows, max(0, tokens - rows), *measured)
+            seconds, expected_s, asking_s = measured
+            spent = min(seconds, asking_s + self.verifying_s) if asking_s else 0.0
+            self._trial.observe_beside(rows, max(0, tokens - rows), seconds, expected_s, spent)
         else:
             # a step whose drafts were computed and dropped is not a plain one
             drafted = max(sum(len(item.draft.token_ids) for item in work), self._worked)
@@ -370,8 +373,8 @@ class Engine:
         drafts: Sequence[Draft] = self._drafting.drafts(ready, prefill, ahead=ahead is not None)
         self._quiet = self._plain or self._drafting.rests
         joined = bool(filling) and self._model.joins(len(ready), prefill, drafts=not self._quiet)
-        if joined:
-            drafts = self._fitted(ready, drafts, prefill)
+        if filling and ready and self._model.computes_prompts_apart:
+            drafts = self._beside(ready, drafts, prefill)
         work = [
             ScheduledRequest(row, row.computed, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
             for row, draft in zip(ready, drafts, strict=True)
@@ -395,22 +398,32 @@ class Engine:
             prompts += [item for item in later if id(item.row) not in started]
         return work + prompts, []
 
-    def _fitted(self, rows: Sequence[RequestState], drafts: Sequence[Draft], prefill: int) -> Sequence[Draft]:
-        """Return drafts that fit beside prompts; none if they are not worth the places that such a step has for them.
+    def _beside(self, rows: Sequence[RequestState], drafts: Sequence[Draft], prefill: int) -> Sequence[Draft]:
+        """Return drafts as they fit beside prompts; none if they are not worth what they add to such a step.
 
-        prefill: tokens of prompts. Sampled drafts are not changed (proposers/base.py).
+        That is the places that it has for them or, where rows are too many for these, a step of their own. prefill:
+        tokens of prompts. Sampled drafts are not changed (proposers/base.py).
         """
-        cost, reach = self._settings.cost, reach_of(rows)
         if any(draft.probabilities is not None for draft in drafts) or not any(draft.token_ids for draft in drafts):
             return drafts
-        counts = self._model.fitted([1 + len(draft.token_ids) for draft in drafts])
-        drafts = [draft.cut(count - 1) for draft, count in zip(drafts, counts, strict=True)]
+        joined = self._model.joins(len(rows), prefill, drafts=True)
+        if joined:
+            counts = self._model.fitted([1 + len(draft.token_ids) for draft in drafts])
+            drafts = [draft.cut(count - 1) for draft, count in zip(drafts, counts, strict=True)]
+        cost, reach, count = self._settings.cost, reach_of(rows), len(rows)
         if cost is None:
             return drafts
-        expected = sum(sum(draft.cumulative_acceptance) for draft in drafts)
-        worth = expected * cost(len(rows), len(rows), reach) / len(rows)
-        pays = worth > self._model.places_beside * cost.marginal(prefill + len(rows), reach)
-        return drafts if pays else [Draft()] * len(drafts)
+        token_s, plain_s = cost.marginal(prefill + count, reach), cost(count, count, reach)
+        if joined:
+            verifying_s = self._model.places_beside * token_s
+        else:
+            tokens = count + sum(len(draft.token_ids) for draft in drafts)
+            without_s = count * token_s if self._model.joins(count, prefill, drafts=False) else plain_s
+            verifying_s = cost(tokens, count, reach) - without_s
+        if sum(sum(draft.cumulative_acceptance) for draft in drafts) * plain_s / count <= verifying_s:
+            return [Draft()] * count
+        self._drafting.verifying_s = verifying_s
+        return drafts
 
     def _chunks(self, filling: Sequence[RequestState], begun: Mapping[int, int], budget: int) -> list[ScheduledRequest]:
         """Return the next chunks of prompts, of up to `budget` tokens. begun: what is computed of each, by identity."""

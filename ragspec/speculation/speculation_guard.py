@@ -113,7 +113,8 @@ class PlainSteps:
         if self.overlaps and self.in_a_row < 2:
             known = self.seconds(rows, expected_s)
             if self.in_a_row and known is not None:
-                self._alone_s += LEARN * (max(0.0, min(seconds, WILD * known) - known) / rows - self._alone_s)
+                alone_s = max(0.0, min(seconds, WILD * known) - known) / rows
+                self._alone_s += (LEARN if self._alone_s else 1.0) * (alone_s - self._alone_s)
             return
         off = seconds / expected_s
         plain = self._known.setdefault(_bucket(rows), _Plain(off))

@@ -13,7 +13,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from ragspec.engine.engine import Drafting
 from ragspec.engine.kv.cache import RaggedCache
-from ragspec.engine.kv.common_prefix import WORTH, grouped, largest_first, shared
+from ragspec.engine.kv.common_prefix import PIECE, WORTH, PrefixIndex, grouped, keys_of, largest_first, shared
 from ragspec.engine.model import layout as layout_module
 from ragspec.engine.model import masks
 from ragspec.engine.model.attention import PackedAttention, attend, attending
@@ -356,6 +356,20 @@ def test_groups_come_in_the_order_of_the_input_and_are_sorted_inside(seed):
         assert [prompts[i] for i in group] == sorted(prompts[i] for i in group)
     singles = [group[0] for group in groups if len(group) == 1]
     assert singles == sorted(singles)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), max_size=70)), max_size=20), st.data())
+def test_the_slots_that_begin_most_alike_are_found(puts, data):
+    index, texts = PrefixIndex(), {}
+    for slot, text in puts:
+        text = [1] * 40 + text
+        index.put(slot, keys_of(text))
+        texts[slot] = text
+    wanted = [1] * 40 + data.draw(st.lists(st.integers(0, 2), max_size=70))
+    slots, least = index.nearest(keys_of(wanted))
+    common = {slot: shared(text, wanted) for slot, text in texts.items()}
+    assert set(slots) == {slot for slot, length in common.items() if length >= least and least}
+    assert max(common.values(), default=0) < least + PIECE
 
 
 def test_a_system_prompt_that_all_share_groups_nobody():

@@ -36,6 +36,8 @@ from ragspec.engine.scheduler import Scheduler
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Request, Sampling
 from ragspec.speculation.drafters.context import ContextDrafter
+from ragspec.speculation.method_selector import MethodSelector
+from ragspec.speculation.step_cost import StepCost
 from tests.engine.test_compiled import COMPILER
 from tests.engine.test_counts import run
 from tests.engine.test_engine import NEW, Fixed, answers, ids, oracle, requests_for
@@ -494,6 +496,37 @@ def test_prompts_are_computed_in_steps_started_ahead(in_one_piece, tiny, prompts
     assert ids(found) == ids(expected)
     assert sum(prompts_ahead) > 3
     assert model.steps.captured > 0
+
+
+class Sometimes(MethodSelector):
+    """Lets steps draft by their number, and knows it in advance."""
+
+    def __init__(self):
+        super().__init__(["context"], overlaps=True)
+        self.steps = 0
+
+    def allows(self, rows, expected_s, mixed=False):
+        self.steps += 1
+        return self.steps % 7 > 3
+
+    @property
+    def rests(self):
+        return (self.steps + 1) % 7 <= 3
+
+
+@pytest.mark.parametrize(("rows", "chunk", "sampled"), [(2, 7, 99), (5, 16, 99), (9, 500, 99), (5, 40, 6)])
+def test_steps_are_started_ahead_while_drafts_are_paused(in_one_piece, tiny, prompts_ahead, rows, chunk, sampled):
+    model, tokenizer = paged(tiny)
+    given = list(mixed_requests(tokenizer, rows, sampled))
+    expected = answers(in_one_piece, tiny, rows=1, requests=given)
+    prompts_ahead.clear()
+    proposer, trial = RowProposer(ContextDrafter(), 5, None), Sometimes()
+    settings = {"requests": given, "chunk": chunk, "trial": trial, "plain": StepCost([(1, 1.0)])}
+    found = answers(lambda _: (model, tokenizer), tiny, proposer, rows=rows, **settings)
+    assert ids(found) == ids(expected)
+    assert sum(outcome.spec.accepted for outcome in found.values()) > 0
+    assert 0.1 * trial.steps < len(prompts_ahead) < 0.6 * trial.steps
+    assert sum(prompts_ahead) > 0
 
 
 # -- exact --------------------------------------------------------------------------------------------------------
