@@ -194,7 +194,7 @@ class EngineBackend:
         self._candidates = [self._method]
         if self._method == AUTO:
             self._candidates = [*self._drafters] + [JOINED] * (self._draft is not None)
-        self._trial = MethodSelector(self._candidates, overlaps=self._model.steps is not None) if self._judged else None
+        self._trial = MethodSelector(self._candidates, self._model.steps is not None) if self._judged else None
         self._cost = self._probed.anew() if self._probed else None
 
     @property

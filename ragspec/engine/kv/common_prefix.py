@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 LEAST = 64  # tokens from which a shared prefix is worth a split of its own in attention
-PIECE = 16  # tokens to a key
+PIECE = 16  # tokens from one key of a text to the next
 WORTH = 32  # shared tokens, beyond those that all prompts share, from which prompts are grouped
 
 
@@ -60,12 +60,19 @@ def largest_first(groups: list[list[int]], prompts: Sequence[Sequence[int]]) -> 
 
 
 def keys_of(tokens: Sequence[int]) -> list[int]:
-    """Return a key of the first PIECE tokens, of the first two times as many, and so on."""
-    keys, key = [], 0
-    for start in range(0, len(tokens) - PIECE + 1, PIECE):
-        key = hash((key, *tokens[start : start + PIECE]))
+    """Return keys of what a text begins with: its first 1, 2, 4, 8 and 16 tokens, and each further PIECE tokens."""
+    keys: list[int] = []
+    key = start = 0
+    while (end := _length(len(keys) + 1)) <= len(tokens):
+        key, start = hash((key, *tokens[start:end])), end
         keys.append(key)
     return keys
+
+
+def _length(keys: int) -> int:
+    """Return how many tokens the last of so many keys stands for."""
+    shorter = PIECE.bit_length() - 1
+    return 1 << keys - 1 if 0 < keys <= shorter else PIECE * max(0, keys - shorter)
 
 
 class PrefixIndex:
@@ -87,11 +94,14 @@ class PrefixIndex:
             self._slots.setdefault(key, {})[slot] = None
 
     def nearest(self, keys: Sequence[int]) -> tuple[Collection[int], int]:
-        """Return the slots whose texts begin most alike, to within a piece, and how many tokens they share at least."""
+        """Return the slots whose texts begin most like one with these keys, and how many tokens they share at least.
+
+        They differ by less than PIECE tokens in what they share.
+        """
         found: Collection[int] = ()
         for count, key in enumerate(keys):
             slots = self._slots.get(key)
             if slots is None:
-                return found, count * PIECE
+                return found, _length(count)
             found = slots
-        return found, len(keys) * PIECE
+        return found, _length(len(keys))
