@@ -53,10 +53,10 @@ def linear_ms(tokens: int) -> float:
 
 
 class Device:
-    """A device of its own time, and the clock that the host reads beside it."""
+    """A device of its own time, and the clock that the host reads beside it. slower: how much slower the host is."""
 
-    def __init__(self) -> None:
-        self._real = time.perf_counter
+    def __init__(self, slower: float) -> None:
+        self._clock, self._slower = time.perf_counter, slower
         self._skew = 0.0  # what the host waited, less what it spent in place of the device
         self.free = 0.0  # when the last step ends
         self.idle_s = 0.0
@@ -66,7 +66,7 @@ class Device:
 
     def now(self) -> float:
         """Return the time in seconds."""
-        return self._real() + self._skew
+        return self._slower * self._clock() + self._skew
 
     def launch(self, shape: StepShape, read: int) -> None:
         """Start a step, which reads so many cached tokens."""
@@ -79,9 +79,9 @@ class Device:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Leave out the time that the body takes."""
-        began = self._real()
+        began = self._slower * self._clock()
         yield
-        self._skew -= self._real() - began
+        self._skew -= self._slower * self._clock() - began
 
     def wait(self, until: float) -> None:
         """Let the host wait."""
@@ -104,10 +104,10 @@ class Event:
 
 
 class Simulation:
-    """Puts a device under ragspec's steps. answers: what the model would write."""
+    """Puts a device under ragspec's steps. answers: what the model would write. slower: as Device has it."""
 
-    def __init__(self, answers: Answers) -> None:
-        self.device = Device()
+    def __init__(self, answers: Answers, slower: float) -> None:
+        self.device = Device(slower)
         self._answers = answers
         self._texts: dict[int, tuple[Sequence[int], Sequence[int]]] = {}  # prompt and answer by place in the cache
         self._patches: list[tuple[Any, str, Any]] = []
@@ -243,7 +243,7 @@ def tiny(args: argparse.Namespace, folder: str) -> None:
 
 def simulate(args: argparse.Namespace, model: str, records: Any, answers: Answers, method: str, rows: int) -> None:
     """Print what one way takes."""
-    simulation = Simulation(answers)
+    simulation = Simulation(answers, args.slower)
     warm_up = backend.EngineBackend.warm_up
 
     def begins(self: Any, *args: Any) -> None:
@@ -294,6 +294,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--limit", type=int, default=10**9, help="records at most")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of an answer at most")
+    parser.add_argument("--slower", type=float, default=1.0, help="how much slower the host is than this machine")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--steps", action="store_true", help="list steps by shape, and notes")
     args = parser.parse_args()

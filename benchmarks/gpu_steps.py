@@ -26,7 +26,7 @@ from ragspec.engine.model.layout import Segment
 from ragspec.engine.model.loaded import prepare
 
 REPEATS = 20
-SHAPES = ["1x1", "1x4", "16x1", "16x4", "64x1", "64x4", "256x1", "1x500", "64x1+500"]
+SHAPES = ["1x1", "1x4", "16x1", "16x4", "64x1", "64x4", "256x1", "1x500", "64x1+500", "64x4+500"]
 
 
 def load(name: str, dtype: str, attention: str, graphs: str) -> tuple[Model, list[str]]:

@@ -103,9 +103,9 @@ class Drafting:
             and hopeless(len(rows), self._cost, reach_of(rows), prefill_tokens)
         ):
             return [Draft()] * len(rows)
-        mixed = prefill_tokens > 0 and not ahead
+        mixed = prefill_tokens > 0
         if self._trial is not None and (not self._trial.allows(len(rows), self._expected_s, mixed) or ahead):
-            self.rests = self._trial.rests
+            self.rests = self._trial.rests(mixed)
             return [Draft()] * len(rows)
         started = time.perf_counter()
         try:

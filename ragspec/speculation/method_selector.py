@@ -67,10 +67,9 @@ class MethodSelector:
         """Return the methods that may still draft."""
         return [self.chosen, *self._others]
 
-    @property
-    def rests(self) -> bool:
-        """Return whether the coming step is certain to be a plain one."""
-        return not self._others and self._methods[self.chosen].guard.rests
+    def rests(self, mixed: bool = False) -> bool:
+        """Return whether the coming step is to be a plain one. mixed: it is expected to compute prompts."""
+        return not self._others and self._methods[self.chosen].guard.rests(mixed)
 
     def allows(self, rows: int, expected_s: float, mixed: bool = False) -> bool:
         """Return whether the coming step may draft, and choose its method in `current`.

@@ -229,7 +229,8 @@ class SpeculationGuard:
     Drafts are paused when even the upper end of the interval of the seconds saved is a loss, and tried again later.
     Asking for drafts in vain loses exactly the time of asking, so all steps that asked are also judged together. A step
     with prefill says nothing about plain steps and is never requested as one. There the question is whether asking
-    takes longer than the accepted tokens would have; such steps have their own pauses.
+    takes longer than the accepted tokens would have; such steps have their own pauses. Where plain steps are started
+    ahead, a step that asks takes longer than one that does not, and several in vain are enough for a pause.
     """
 
     def __init__(self, plain: PlainSteps | None = None) -> None:
@@ -240,6 +241,7 @@ class SpeculationGuard:
         self._every = EVERY
         self._paused = self._plain_requests = 0
         self._more_plain = 0  # requested steps that are to come
+        self._vain_steps = self._vain_rows = 0  # latest steps with prefill that asked, and brought nothing
         self._wait = SOON  # steps with drafts before the next judgement
         self._catches_up = False  # whether the next step is the first after a pause, in which drafters catch up
 
@@ -253,11 +255,14 @@ class SpeculationGuard:
                 pauses.left -= 1
                 self._paused += 1
                 return False
-        if not mixed and (self._more_plain or self.plain.wanted(rows, self._every)):
-            self._more_plain = self._more_plain - 1 if self._more_plain else self.plain.more(rows)
-            self._plain_requests += 1
-            return False
-        return True
+        if self._more_plain:
+            self._more_plain -= 1
+        elif not mixed and self.plain.wanted(rows, self._every):
+            self._more_plain = self.plain.more(rows)
+        else:
+            return True
+        self._plain_requests += 1
+        return False
 
     def observe(
         self, rows: int, drafted: int, tokens: int, seconds: float, expected_s: float, asking_s: float = 0.0
@@ -303,7 +308,10 @@ class SpeculationGuard:
         plain = self.plain.seconds(rows, expected_s)
         worth = accepted / rows * (without if plain is None else min(plain, without))  # a plain step is not longer
         saved = max(0.0, without - self.plain.hidden(rows)) + worth
-        if self._asking_beside.loses(rows, saved, min(seconds, WILD * without)):
+        self._vain_steps, self._vain_rows = (0, 0) if accepted else (self._vain_steps + 1, self._vain_rows + rows)
+        vain = self.plain.overlaps and self._vain_steps >= TRIED and self._vain_rows >= WITNESSES
+        if self._asking_beside.loses(rows, saved, min(seconds, WILD * without)) or vain:
+            self._vain_steps = self._vain_rows = 0
             self._pauses_beside.begin()
             self._asking_beside.forget()
         elif self._asking_beside.savings.interval[0] > SURE:
@@ -340,10 +348,9 @@ class SpeculationGuard:
         """Return whether the method is paused."""
         return self._pauses.left > 0
 
-    @property
-    def rests(self) -> bool:
-        """Return whether the coming step is certain to be a plain one."""
-        return self.pausing or self._more_plain > 0
+    def rests(self, mixed: bool = False) -> bool:
+        """Return whether the coming step is to be a plain one. mixed: it is expected to compute prompts."""
+        return self.pausing or self._more_plain > 0 or (mixed and self._pauses_beside.left > 0)
 
     def about(self) -> dict[str, Any]:
         """Return the statistics: speeds, pauses, and steps without drafts."""

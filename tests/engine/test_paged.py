@@ -509,8 +509,7 @@ class Sometimes(MethodSelector):
         self.steps += 1
         return self.steps % 7 > 3
 
-    @property
-    def rests(self):
+    def rests(self, mixed=False):
         return (self.steps + 1) % 7 <= 3
 
 

@@ -294,7 +294,7 @@ def overlapped(gain, steps=1500, seed=5, alone=0.15, beside=0.0):
             guard.observe(8, 16 * asked, written, took, 1.0, 0.01 * asked)
         plain += written / 8
         seconds += took
-        rested = not asked and guard.rests
+        rested = not asked and guard.rests()
     return plain / seconds, guard
 
 
@@ -318,7 +318,20 @@ def test_plain_steps_are_requested_in_a_row_where_the_first_teaches_nothing():
     guard = SpeculationGuard(plain)
     for seconds in (9.0, 1.0, 1.1):
         assert not guard.allows(4, 1.0)
-        assert guard.rests is (seconds != 1.1)
+        assert guard.rests() is (seconds != 1.1)
         guard.observe(4, 0, 4, seconds, 1.0)
     assert guard.allows(4, 1.0)
     assert plain.seconds(4, 1.0) == 1.0
+
+
+@pytest.mark.parametrize(("overlaps", "paused"), [(True, PAUSE), (False, 0)])
+def test_asking_in_vain_beside_prompts_is_paused_where_plain_steps_would_be_started_ahead(overlaps, paused):
+    """Even if asking takes next to nothing, and while no plain step is known."""
+    guard = SpeculationGuard(PlainSteps(overlaps))
+    for _ in range(TRIED):
+        assert guard.allows(64, 1.0, mixed=True)
+        guard.observe_beside(64, 0, 2.0, 1.0, 1e-6)
+    assert guard.rests(mixed=True) is overlaps
+    assert not guard.rests()
+    asked = [guard.allows(64, 1.0, mixed=True) for _ in range(PAUSE + 1)]
+    assert asked == [False] * paused + [True] * (PAUSE + 1 - paused)
