@@ -96,14 +96,15 @@ class Drafting:
         if not rows or self._pause:
             self._pause = max(0, self._pause - 1)
             return [Draft()] * len(rows)
+        mixed = prefill_tokens > 0
+        resting = ahead or (self._trial is not None and self._trial.rests(mixed))
         if (
-            not ahead
+            not resting
             and prefill_tokens
             and self._cost is not None
             and hopeless(len(rows), self._cost, reach_of(rows), prefill_tokens)
         ):
             return [Draft()] * len(rows)
-        mixed = prefill_tokens > 0
         if self._trial is not None and (not self._trial.allows(len(rows), self._expected_s, mixed) or ahead):
             self.rests = self._trial.rests(mixed)
             return [Draft()] * len(rows)
@@ -419,7 +420,7 @@ class Engine:
         else:
             tokens = count + sum(len(draft.token_ids) for draft in drafts)
             without_s = count * token_s if self._model.joins(count, prefill, drafts=False) else plain_s
-            verifying_s = cost(tokens, count, reach) - without_s
+            verifying_s = max(0.0, cost(tokens, count, reach) - without_s)
         if sum(sum(draft.cumulative_acceptance) for draft in drafts) * plain_s / count <= verifying_s:
             return [Draft()] * count
         self._drafting.verifying_s = verifying_s

@@ -191,7 +191,7 @@ class Scheduler:
         """Move the row that started last to the head of the queue; return the slot that it had, and the row."""
         row = max(self.rows(), key=lambda row: row.started)
         number = row.place
-        self.places[number] = CacheRow()
+        self._empty(number)
         self._free.append(number)
         self._wait_first(row)
         return number, row
@@ -200,8 +200,13 @@ class Scheduler:
         """Forget what the least recently used free slot holds; return it, None if all of them are empty."""
         found = next((number for number in self._free if self.places[number].left), None)
         if found is not None:
-            self.places[found] = CacheRow()
+            self._empty(found)
         return found
+
+    def _empty(self, number: int) -> None:
+        """Forget what a slot holds."""
+        self.places[number] = CacheRow()
+        self._index.put(number, [])
 
     def widen(self, most: int) -> int:
         """Add slots, up to `most`, while every row could finish in them; return how many there are."""
@@ -215,8 +220,10 @@ class Scheduler:
 
     def forget_beyond(self, slots: int) -> None:
         """Forget tokens that slots hold beyond the first `slots`."""
-        for place in self.places:
-            del place.left[slots:]
+        for number, place in enumerate(self.places):
+            if len(place.left) > slots:
+                del place.left[slots:]
+                self._index.put(number, keys_of(place.left))
 
     def coming(self) -> tuple[int, int]:
         """Return the longest prompt among rows and queue, and the most tokens that one of them may reach."""
@@ -355,7 +362,7 @@ class Scheduler:
             longest = max(longest, coming)
             if now > best or (now == best and place.row is None):
                 donor, best = index, now
-            enough -= now >= least
+            enough -= now >= min(least, most, last)
             if not enough:
                 break
         return donor, best, longest

@@ -79,6 +79,7 @@ class Savings:
 
 LEARN = 0.25  # weight of a new plain step in the mean for its number of rows
 NEAR = 1.15  # ratio of numbers of rows up to which one mean applies to the other
+LONE = 4  # plain steps that were not started ahead, after which such a step has to do
 TRUSTED = 2  # plain steps before their mean is used
 ELSEWHERE = 16  # steps with drafts, far from any known number of rows, before a plain step is requested
 WILD = 3.0  # times the usual seconds; longer steps were interrupted by something else
@@ -105,6 +106,7 @@ class PlainSteps:
     ago: int = 0
     elsewhere: int = 0
     in_a_row: int = 0
+    _alone: int = 0  # latest plain steps that were not started ahead
     _alone_s: float = 0.0  # per row: what a plain step takes longer if it is not started ahead
     _known: dict[int, _Plain] = field(default_factory=dict)  # by rows
 
@@ -115,7 +117,11 @@ class PlainSteps:
             if self.in_a_row and known is not None:
                 alone_s = max(0.0, min(seconds, WILD * known) - known) / rows
                 self._alone_s += (LEARN if self._alone_s else 1.0) * (alone_s - self._alone_s)
-            return
+            self._alone += 1
+            if self._alone < LONE:  # beyond, plain steps seem to come one at a time, between those with prompts
+                return
+            seconds = max(0.0, seconds - self.hidden(rows))
+        self._alone = 0
         off = seconds / expected_s
         plain = self._known.setdefault(_bucket(rows), _Plain(off))
         if plain.count < TRUSTED:

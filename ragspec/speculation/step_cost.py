@@ -96,6 +96,8 @@ class StepCost:
 
         tokens, rows, reach: of the rows that decode, which would have taken a step of their own.
         """
+        if not self._beside and prefill_tokens < CHUNK_SLOPE:
+            return
         share = max(0.0, seconds / self._scale - self._expected(tokens, rows, reach)) / prefill_tokens
         if self._beside:
             share = min(share, 2 * self._beside)

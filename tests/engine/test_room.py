@@ -330,3 +330,17 @@ def test_requests_too_long_for_the_others_wait_for_their_end():
     assert order == [[1, 2, 3, 4], [5], [0]]
     assert len(scheduler.places) == 1
     assert scheduler.widen(4) == 4
+
+
+def test_what_a_preempted_request_held_hides_no_other_that_has_its_prefix():
+    passage = list(range(1000, 1300))
+    requests = [Request(i, f"r{i}", [*passage, *[i] * 200], Sampling(max_new_tokens=9)) for i in range(2)]
+    scheduler = Scheduler(requests, 3, 64, reads_beside=True, beside=lambda needs: 10**6)
+    for _ in range(3):
+        scheduler.admit()
+        for row in scheduler.rows():
+            row.computed = len(row.tokens) - 1
+    _, youngest = scheduler.preempt_youngest()
+    (again,) = scheduler.admit()
+    assert again.row is youngest
+    assert again.tokens == 300

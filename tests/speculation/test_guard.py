@@ -335,3 +335,18 @@ def test_asking_in_vain_beside_prompts_is_paused_where_plain_steps_would_be_star
     assert not guard.rests()
     asked = [guard.allows(64, 1.0, mixed=True) for _ in range(PAUSE + 1)]
     assert asked == [False] * paused + [True] * (PAUSE + 1 - paused)
+
+
+def test_plain_steps_that_never_follow_each_other_are_learned_all_the_same():
+    """Every third step computes no prompt, and drafts pay."""
+    guard = SpeculationGuard(PlainSteps(overlaps=True))
+    plain = 0
+    for step in range(6000):
+        mixed = step % 3 > 0
+        asked = guard.allows(8, 1.0, mixed)
+        plain += not asked
+        if mixed:
+            guard.observe_beside(8, 8 * asked, 3.0, 1.0, 0.01 * asked)
+        else:
+            guard.observe(8, 16 * asked, 16 if asked else 8, 1.2 if asked else 1.1, 1.0, 0.01 * asked)
+    assert plain < 200
