@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_time import build
 
 import ragspec
 from ragspec.engine import backend
@@ -221,20 +222,10 @@ def answered(args: argparse.Namespace, records: Sequence[dict[str, Any]]) -> Ans
 
 def tiny(args: argparse.Namespace, folder: str) -> None:
     """Write a model of one small layer that has the demo model's tokens."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     path = resolve(args.model).path
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=AutoConfig.from_pretrained(path).vocab_size,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=8192,
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = build(AutoConfig.from_pretrained(path).vocab_size, 8192)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)

@@ -50,19 +50,19 @@ class TimedCapture:
         return timed, outputs
 
 
-def build() -> Any:
+def build(vocabulary: int = VOCABULARY, context: int = 4096) -> Any:
     """Return a Llama of one layer."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=1,
         num_key_value_heads=1,
-        max_position_embeddings=4096,
+        max_position_embeddings=context,
     )
     return AutoModelForCausalLM.from_config(config).eval()
 

@@ -99,8 +99,8 @@ class Drafting:
         mixed = prefill_tokens > 0
         resting = ahead or (self._trial is not None and self._trial.rests(mixed))
         if (
-            not resting
-            and prefill_tokens
+            mixed
+            and not resting
             and self._cost is not None
             and hopeless(len(rows), self._cost, reach_of(rows), prefill_tokens)
         ):
@@ -160,17 +160,16 @@ class Drafting:
             asking_s += settling_s
         else:
             seconds -= settling_s
-        rows, measured = len(decoding), (seconds, self._expected_s, asking_s)
+        rows = len(decoding)
         if self._trial is None or not rows:
             return
         if rows < len(work):
-            seconds, expected_s, asking_s = measured
             spent = min(seconds, asking_s + self.verifying_s) if asking_s else 0.0
-            self._trial.observe_beside(rows, max(0, tokens - rows), seconds, expected_s, spent)
+            self._trial.observe_beside(rows, max(0, tokens - rows), seconds, self._expected_s, spent)
         else:
             # a step whose drafts were computed and dropped is not a plain one
             drafted = max(sum(len(item.draft.token_ids) for item in work), self._worked)
-            self._trial.observe(rows, drafted, tokens, *measured)
+            self._trial.observe(rows, drafted, tokens, seconds, self._expected_s, asking_s)
 
 
 # -- engine ----------------------------------------------------------------------------------------
@@ -375,7 +374,7 @@ class Engine:
         self._quiet = self._plain or self._drafting.rests
         joined = bool(filling) and self._model.joins(len(ready), prefill, drafts=not self._quiet)
         if filling and ready and self._model.computes_prompts_apart:
-            drafts = self._beside(ready, drafts, prefill)
+            drafts = self._beside(ready, drafts, prefill, joined)
         work = [
             ScheduledRequest(row, row.computed, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
             for row, draft in zip(ready, drafts, strict=True)
@@ -399,15 +398,16 @@ class Engine:
             prompts += [item for item in later if id(item.row) not in started]
         return work + prompts, []
 
-    def _beside(self, rows: Sequence[RequestState], drafts: Sequence[Draft], prefill: int) -> Sequence[Draft]:
+    def _beside(
+        self, rows: Sequence[RequestState], drafts: Sequence[Draft], prefill: int, joined: bool
+    ) -> Sequence[Draft]:
         """Return drafts as they fit beside prompts; none if they are not worth what they add to such a step.
 
         That is the places that it has for them or, where rows are too many for these, a step of their own. prefill:
-        tokens of prompts. Sampled drafts are not changed (proposers/base.py).
+        tokens of prompts. joined: whether they have places. Sampled drafts are not changed (proposers/base.py).
         """
         if any(draft.probabilities is not None for draft in drafts) or not any(draft.token_ids for draft in drafts):
             return drafts
-        joined = self._model.joins(len(rows), prefill, drafts=True)
         if joined:
             counts = self._model.fitted([1 + len(draft.token_ids) for draft in drafts])
             drafts = [draft.cut(count - 1) for draft, count in zip(drafts, counts, strict=True)]

@@ -302,7 +302,7 @@ class SpeculationGuard:
         """Learn from a step with prefill, in which `accepted` draft tokens were right.
 
         seconds, asking_s: of the step, drafting included, and of asking. expected_s: of a plain step of these rows.
-        The time of verification is unknown here and not counted: what loses without it certainly loses.
+        asking_s has the time of verification too, as far as the engine knows it: what loses without it certainly loses.
         """
         self.plain.in_a_row = 0 if asking_s else self.plain.in_a_row + 1
         if not asking_s:
