@@ -105,7 +105,7 @@ class Drafting:
             and hopeless(len(rows), self._cost, reach_of(rows), prefill_tokens)
         ):
             return [Draft()] * len(rows)
-        if self._trial is not None and (not self._trial.allows(len(rows), self._expected_s, mixed) or ahead):
+        if self._trial is not None and not self._trial.allows(len(rows), self._expected_s, mixed, ahead):
             self.rests = self._trial.rests(mixed)
             return [Draft()] * len(rows)
         started = time.perf_counter()

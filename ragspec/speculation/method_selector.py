@@ -60,6 +60,7 @@ class MethodSelector:
         self._asked = self._in_turn = False  # whether the coming step counts for the current method; in a turn
         self._saved_up_s = 0.0
         self._watching_s = 0.0  # seconds of this step spent by other methods
+        self._latest = 1, 1.0  # the latest step's rows, and what a plain step of them is expected to take
         self._first = self.chosen
 
     @property
@@ -69,31 +70,39 @@ class MethodSelector:
 
     def rests(self, mixed: bool = False) -> bool:
         """Return whether the coming step is to be a plain one. mixed: it is expected to compute prompts."""
-        return not self._others and self._methods[self.chosen].guard.rests(mixed)
+        turn = self._left > 0 or self._next_turn(*self._latest) is not None
+        return not turn and self._methods[self.chosen].guard.rests(mixed)
 
-    def allows(self, rows: int, expected_s: float, mixed: bool = False) -> bool:
+    def allows(self, rows: int, expected_s: float, mixed: bool = False, ahead: bool = False) -> bool:
         """Return whether the coming step may draft, and choose its method in `current`.
 
-        expected_s: seconds of a plain step of these rows. mixed: the step also computes prompts.
+        expected_s: seconds of a plain step of these rows. mixed: the step also computes prompts. ahead: it has been
+        started without drafts.
         """
-        self._watching_s = 0.0
+        self._watching_s, self._latest = 0.0, (rows, expected_s)
         if not self._left and not mixed:
-            self._begin(rows, expected_s)
-        self._in_turn = self._left > 0 and not mixed  # a step with prefill is not part of a turn
+            self._begin(self._next_turn(rows, expected_s))
+        self._in_turn = self._left > 0 and not mixed and not ahead  # a step with prefill is not part of a turn
         self.current = self._turn if self._in_turn else self.chosen
-        self._asked = self._in_turn or self._methods[self.chosen].guard.allows(rows, expected_s, mixed)
+        allowed = self._in_turn or self._methods[self.chosen].guard.allows(rows, expected_s, mixed)
+        self._asked = allowed and not ahead
         return self._asked
 
-    def _begin(self, rows: int, expected_s: float) -> None:
-        """Begin the turn of the method with the fewest turns, if it is affordable."""
-        plain = self.plain.seconds(rows, expected_s)
-        if not self._others or plain is None:
-            return
+    def _next_turn(self, rows: int, expected_s: float) -> str | None:
+        """Return the method with the fewest turns if a turn of it is affordable, None if not."""
+        plain = self.plain.seconds(rows, expected_s) if self._others else None
+        if plain is None:
+            return None
         name = min(self._others, key=lambda other: self._methods[other].turns)
         method, step = self._methods[name], TURN * plain
-        if self._saved_up_s >= (max(LEAST * step, method.lost_s / method.turns) if method.turns else UNKNOWN * step):
+        price_s = max(LEAST * step, method.lost_s / method.turns) if method.turns else UNKNOWN * step
+        return name if self._saved_up_s >= price_s else None
+
+    def _begin(self, name: str | None) -> None:
+        """Begin the turn of a method, if any."""
+        if name is not None:
             self._turn, self._left, self._turn_lost_s = name, TURN, 0.0
-            method.turns += 1
+            self._methods[name].turns += 1
 
     def ask(self, propose: Callable[[str], Drafts], watch: Callable[[str], object]) -> Drafts:
         """Return the result of `propose` for the current method. watch: lets another method observe the step."""

@@ -505,9 +505,9 @@ class Sometimes(MethodSelector):
         super().__init__(["context"], overlaps=True)
         self.steps = 0
 
-    def allows(self, rows, expected_s, mixed=False):
+    def allows(self, rows, expected_s, mixed=False, ahead=False):
         self.steps += 1
-        return self.steps % 7 > 3
+        return self.steps % 7 > 3 and not ahead
 
     def rests(self, mixed=False):
         return (self.steps + 1) % 7 <= 3

@@ -49,6 +49,38 @@ def middle(run, seeds=20):
     return sorted(run(seed) for seed in range(seeds))[seeds // 2]
 
 
+def started_ahead(gains, steps, seed, alone=0.15):
+    """Return the speed over plain decoding whose steps are started ahead, who drafted, and the share of such steps.
+
+    gains: of steps that draft, over a plain one that is not started ahead, which takes `alone` longer.
+    """
+    trial, rng, ahead = MethodSelector(list(gains), overlaps=True), random.Random(seed), False
+    replaced = seconds = started = 0.0
+    who = set()
+    for _ in range(steps):
+        allowed = trial.allows(8, 1.0, ahead=ahead)
+        assert not (allowed and ahead)
+        took = (1.0 if ahead else 1.0 + alone) * (14 / 8 / gains[trial.current] if allowed else 1.0)
+        took *= rng.lognormvariate(0, 0.05)
+        trial.observe(8, 16 * allowed, 14 if allowed else 8, took, 1.0, 0.01 * allowed)
+        replaced, seconds, started = replaced + (14 / 8 if allowed else 1.0), seconds + took, started + ahead
+        who |= {trial.current} if allowed else set()
+        ahead = not allowed and trial.rests()
+    return replaced / seconds, who, started / steps
+
+
+def test_where_all_methods_lose_plain_steps_are_started_ahead_between_turns():
+    runs = [started_ahead({"first": 0.9, "other": 0.8, "third": 0.9}, 800, seed) for seed in range(10)]
+    assert sorted(ratio for ratio, _, _ in runs)[5] > 0.96
+    assert all(who == {"first", "other", "third"} for _, who, _ in runs)
+    assert min(started for _, _, started in runs) > 0.9
+
+
+def test_a_method_that_is_faster_takes_over_where_plain_steps_are_started_ahead():
+    runs = [started_ahead({"first": 0.9, "other": 1.6}, 3000, seed) for seed in range(10)]
+    assert sorted(ratio for ratio, _, _ in runs)[5] > 1.2
+
+
 def test_a_run_too_short_to_learn_has_no_turns():
     run = Run(MethodSelector(["first", "other"]), {"first": 1.3, "other": 0.3}).steps(
         int(UNKNOWN * TURN / SHARE / 1.75)
