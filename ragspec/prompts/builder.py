@@ -34,6 +34,7 @@ class Prompt:
     dropped: tuple[Passage, ...] = ()
     places: tuple[tuple[int, int], ...] = ()  # (start, end) of `kept` in token_ids; (0, 0) if the template altered one
     thinking: Thinking | None = None  # reasoning that may precede the answer
+    written: PromptText | None = None  # what token_ids encode, None if they were given
 
 
 class PromptBuilder:
@@ -80,7 +81,7 @@ class PromptBuilder:
             )
         self._with_control_words += self._has_control_words
         self._unformatted += self._lacks_template and (record.query is not None or record.messages is not None)
-        return replace(prompt, places=self._places(record, prompt)) if locate and prompt.kept else prompt
+        return replace(prompt, places=self._places(prompt)) if locate and prompt.kept else prompt
 
     def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Return how many of `max_new_tokens` fit after a prompt."""
@@ -145,9 +146,10 @@ class PromptBuilder:
             return 1 << 62, ""
         return limit, why
 
-    def _places(self, record: Record, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+    def _places(self, prompt: Prompt) -> tuple[tuple[int, int], ...]:
         """Return the tokens that lie entirely inside each kept passage."""
-        written = self._compose(record, prompt.kept)
+        written = prompt.written
+        assert written is not None  # as for every prompt that keeps passages
         text = written.text
         offsets = self._tokenizer.offsets(text, special_tokens=written.special_tokens, own=written.own)
         if offsets is None or len(offsets) != len(prompt.token_ids):
@@ -173,7 +175,7 @@ class PromptBuilder:
         thinking = None
         if self._thinking is not None and not record.raw:
             thinking = thinking_after_prompt(self._thinking, written.text, _continued_message(record))
-        return Prompt(ids, kept, dropped, thinking=thinking)
+        return Prompt(ids, kept, dropped, thinking=thinking, written=written)
 
     def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> PromptText:
         """Return the prompt's text with no control tokens but those of the templates and the system prompt."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ragspec.errors import RecordError
+from ragspec.host.collection import old_objects_exempt
 from ragspec.inputs.columns import GUESSES
 from ragspec.inputs.feed import Feed, Spread
 from ragspec.json_text import dumps
@@ -118,9 +119,10 @@ class Answering:
 
     def outcomes(self, requests: Feed[Request]) -> Iterator[None]:
         """Run the requests; yield after each outcome."""
-        for outcome in self._runner.generate(requests):
-            self._finish(outcome)
-            yield
+        with old_objects_exempt():
+            for outcome in self._runner.generate(requests):
+                self._finish(outcome)
+                yield
 
     def retrieval(self) -> dict[str, Any] | None:
         """Return the statistics of the searches, None if there is no retriever."""

@@ -1,10 +1,12 @@
-"""The collector waits, and runs again afterwards."""
+"""The collector waits, or leaves out what stays; afterwards it is as before."""
 
 import gc
+import weakref
+from contextlib import suppress
 
 import pytest
 
-from ragspec.host.collection import collection_paused
+from ragspec.host.collection import collect_all, collection_paused, old_objects_exempt
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +33,32 @@ def test_a_collector_that_was_off_stays_off():
             pass
         assert not gc.isenabled()
     assert not gc.isenabled()
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def test_old_objects_are_exempt_meanwhile_and_new_ones_are_not():
+    old = weakref.ref(Cycle())
+    with suppress(KeyError), old_objects_exempt():
+        new = weakref.ref(Cycle())
+        gc.collect()
+        assert old() is not None
+        assert new() is None
+        with old_objects_exempt():
+            pass
+        gc.collect()
+        assert old() is not None, "what ends inside another does not end that"
+        raise KeyError
+    gc.collect()
+    assert old() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_all_objects_are_collected_on_request():
+    old = weakref.ref(Cycle())
+    with old_objects_exempt():
+        collect_all()
+        assert old() is None

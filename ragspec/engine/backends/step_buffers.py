@@ -96,37 +96,42 @@ class StepWork:
     def fill(self, step: Step, shape: StepShape) -> list[int]:
         """Write a step's arrays, which are all padding; return the places of the wanted logits among its own."""
         rows, count = self.rows, len(self.rows)
-        counts = [row.count for row in rows]
+        counts, first = (np.array([getattr(row, name) for row in rows]) for name in ("count", "packed"))
         tiles = count - sum(row.beside for row in rows)
-        numbers = [*range(tiles), *range(shape.rows, shape.rows + count - tiles)]
+        numbers = np.arange(count)
+        numbers[tiles:] += shape.rows - tiles
         step.starts[numbers] = [row.start for row in rows]
         step.counts[numbers] = counts
         step.tables[numbers, : self.tables.shape[1]] = self.tables
-        bases = [at * shape.tokens for at in range(count)]  # of each row's tokens among the step's
+        bases = np.arange(count) * shape.tokens  # of each row's tokens among the step's
         if shape.packed:
-            bases = [*accumulate([0, *counts[: tiles - 1]])]
-            bases += range(shape.packed, shape.size, shape.beside_tokens)[: count - tiles]
-            for at, (row, base) in enumerate(zip(rows[:tiles], bases, strict=False)):
-                step.token_ids[base : base + row.count] = self.token_ids[row.packed : row.packed + row.count]
-                step.gather[at, : row.count] = range(base, base + row.count)
-                step.scatter[base : base + row.count] = range(at * TILE, at * TILE + row.count)
-            for row, base in zip(rows[tiles:], bases[tiles:], strict=True):
-                step.token_ids[base : base + row.count] = self.token_ids[row.packed : row.packed + row.count]
-        elif shape.tokens == 1:
-            step.token_ids[:count, 0] = [self.token_ids[row.packed] for row in rows]
-        else:
-            for mine, row in zip(step.token_ids, rows, strict=False):
-                mine[: row.count] = self.token_ids[row.packed : row.packed + row.count]
+            bases[:tiles] = _starts(counts[:tiles])
+            bases[tiles:] = shape.packed + np.arange(count - tiles) * shape.beside_tokens
+        within = np.arange(counts.sum()) - np.repeat(_starts(counts), counts)  # of each token in its row
+        at = np.repeat(bases, counts) + within
+        step.token_ids.reshape(-1)[at] = np.array(self.token_ids)[np.repeat(first, counts) + within]
+        if shape.packed:
+            tile = np.repeat(numbers[:tiles], counts[:tiles])
+            at, within = at[: len(tile)], within[: len(tile)]
+            step.gather[tile, within] = at
+            step.scatter[at] = tile * TILE + within
         if shape.cascade:
             fill(step.cascade, self.prefixes, self.tables)
         if self.written is not None:
             step.sources[: len(self.written[1])] = self.written[1]
-        places: list[int] = []
-        for number, row, base, indices in zip(numbers, rows, bases, self.indices, strict=True):
-            found = [base + index - row.packed for index in indices]
-            if not shape.all_logits and found:  # of a row among tiles one at most, of one beside any
-                place = shape.rows + base - shape.packed if row.beside else number
-                step.kept[place : place + len(found)] = found
-                found = [*range(place, place + len(found))]
-            places += found
-        return places
+        wanted = np.array([len(mine) for mine in self.indices])
+        row = np.repeat(np.arange(count), wanted)
+        found = bases[row] - first[row] + np.array([index for mine in self.indices for index in mine], dtype=np.int64)
+        if shape.all_logits:
+            return list(found.tolist())
+        places = row  # of a row among tiles one is wanted at most, of one beside any
+        beside = row >= tiles
+        places[beside] = (bases[row] + np.arange(len(row)) - _starts(wanted)[row])[beside] + shape.rows - shape.packed
+        step.kept[places] = found
+        return list(places.tolist())
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """Return where each of several stretches begins if they follow one another. counts: their lengths."""
+    found: np.ndarray = np.cumsum(counts) - counts
+    return found

@@ -9,7 +9,6 @@ Source: vLLM 0.32, v1/engine/llm_engine.py.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout, sup
 from multiprocessing.connection import wait
 from typing import Any
 
+from ragspec.host.collection import collect_all
 from ragspec.host.waiting import Waiting
 from ragspec.runners.vllm.config import Additions
 from ragspec.runners.vllm.patches.engine_process import exit_code, own_process
@@ -109,7 +109,7 @@ class Engine:
             if engine is not None:
                 engine.engine_core.shutdown()
                 del engine
-            gc.collect()  # its parts refer to each other
+            collect_all()  # its parts refer to each other
             cleanup_dist_env_and_memory()
 
     def reset(self) -> bool:
