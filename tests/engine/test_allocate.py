@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from ragspec.engine.engine import Drafting
+from ragspec.engine.drafting import Drafting
 from ragspec.engine.kv.cache import RaggedCache
 from ragspec.engine.kv.common_prefix import PIECE, WORTH, PrefixIndex, grouped, keys_of, largest_first, shared
 from ragspec.engine.model import layout as layout_module
