@@ -59,6 +59,7 @@ from ragspec.structured.grammars import Grammars
 
 log = logging.getLogger(__name__)
 JOINED = "context+draft_model"  # what "auto" tries if there is a draft model
+FEW = 8  # records that steps are captured for as they come, since they need few of those that many records do
 SAMPLE = 64  # requests that the batch size is chosen by
 NOTHING: Mapping[torch.device, int] = {}
 
@@ -215,7 +216,8 @@ class EngineBackend:
         if self._rows is None:
             rows = self._most = self._measured(records)
             self._all_at_once = records is not None and records <= rows
-        self._capture(rows)
+        if records is None or records > FEW:
+            self._capture(rows)
         if not self._judged:
             ids = [1, 2, 3, 4]
             for _ in self._engine(1, KvBudget()).run([Request(0, "warm-up", ids, Sampling(max_new_tokens=4))]):
@@ -228,6 +230,7 @@ class EngineBackend:
         """Capture the steps that a run of `rows` rows is likely to need."""
         steps, started = self._model.steps, time.perf_counter()
         if steps is not None and steps.captures and self._model.device.type == "cuda":
+            rows = min(rows, steps.cache.rows_of(REACHES[1]))
             count = steps.capture(rows, drafts=self._method != PLAIN)
             self.notes.add(f"graphs: {count} steps captured in {time.perf_counter() - started:.0f} s")
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 
+from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Layout, Segment
 from ragspec.engine.model.weight_layouts import PackedLinear
@@ -237,9 +238,15 @@ REPEATS = 2  # the first run of a shape also pays for libraries' set-up
 
 
 def probe(model: Model, rows: int) -> StepCost:
-    """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards."""
+    """Return the cost of steps of `rows` rows, measured in a few seconds; the cache is empty afterwards.
+
+    Where the cache cannot grow, of as many of them as it has room for at the greatest reach.
+    """
+    asked = rows
+    if isinstance(model.cache, PagedCache) and model.cache.fixed:
+        rows = min(rows, model.cache.rows_of(_reaches(model)[1]))
     if model.steps is not None:  # few shapes, since each is compiled and captured, and the run's own
-        shapes = [(1, 1), (1, FOUR), (4, FOUR), (rows, 1), (rows, FOUR), (rows, FOUR**2)]
+        shapes = [(1, 1), (1, FOUR), (min(4, rows), FOUR), (rows, 1), (rows, FOUR), (rows, FOUR**2)]
         segments = {count * tokens: [Segment(row, SHORT, tokens) for row in range(count)] for count, tokens in shapes}
         sizes, few, longest = sorted(segments), rows, FOUR
     else:
@@ -250,7 +257,7 @@ def probe(model: Model, rows: int) -> StepCost:
     occupy(model, max(map(len, segments.values())), SHORT + max(PER_ROW, FOUR**2))
     points = [(tokens, _least(model, segments[tokens])) for tokens in sizes]
     per_slot, per_row_slot = _attention(model, few, longest)
-    model.resize(rows)
+    model.resize(asked)
     return StepCost(points, per_slot, per_row_slot)
 
 
@@ -283,8 +290,11 @@ def _attention(model: Model, rows: int, many: int) -> tuple[float, float]:
 
 
 def _reaches(model: Model) -> tuple[int, int]:
-    """Return two context lengths that the model has positions for: learned ones end with the context."""
+    """Return two context lengths that the model has positions for, since learned ones end with the context, and that a
+    cache that cannot grow has room for."""
     longest = context_length(model.inner.config) or REACHES[1]
+    if isinstance(model.cache, PagedCache) and model.cache.fixed:
+        longest = min(longest, (model.cache.blocks - 1) * model.cache.size)
     return min(REACHES[0], longest // 2), min(REACHES[1], longest)
 
 

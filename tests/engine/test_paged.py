@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from ragspec.engine import block_space
 from ragspec.engine import engine as engine_module
-from ragspec.engine.backends import step_shapes, steps
+from ragspec.engine.backends import paged_attention, step_shapes, steps
 from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import flex, gathered, takes_block_lists
 from ragspec.engine.backends.step_shapes import StepShapes, step_rows, tables_width, tokens_per_row
@@ -755,6 +755,26 @@ def test_a_shape_that_flex_attention_does_not_compile_for_is_computed_over_gathe
     assert model.steps.captured > 0
 
 
+@FLEX
+def test_rows_beside_prompts_are_compiled_as_rows_alone(tiny, plain, monkeypatch):
+    """FlexAttention is compiled again for other strides."""
+    seen = {}
+
+    def recorded(function, **_):
+        def call(queries, *args):
+            seen.setdefault(queries.shape, set()).add(queries.stride())
+            with paged_attention._uncompiled():  # noqa: SLF001
+                return function(queries, *args)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", recorded)
+    model, tokenizer = paged(tiny, compute=flex(True))
+    assert ids(answers(lambda _: (model, tokenizer), tiny, rows=4, chunk=7)) == plain
+    assert len(seen) > 2
+    assert {len(strides) for strides in seen.values()} == {1}
+
+
 def test_steps_captured_ahead_are_those_of_a_run(tiny, plain, monkeypatch):
     model, tokenizer = paged(tiny)
     model.resize(4)
@@ -779,8 +799,95 @@ def test_memory_that_runs_out_while_capturing_ahead_ends_no_run(tiny):
     model.steps.notes = notes = Notes()
     for _ in range(2):  # its layers are known from the first forward on
         model.logits([Segment(0, 0, 1)], [5], [0])
-    assert model.steps.capture(4, drafts=True) == len(tried) - 1
-    assert ["on demand" in note for note in notes] == [True]
+    assert model.steps.capture(4, drafts=True) == 2
+    assert len(tried) > 3, "smaller ones are tried"
+    assert all("CUDA out of memory" in note for note in notes)
+
+
+@pytest.mark.parametrize("logits", [3, 20, 60])
+def test_a_step_that_memory_does_not_suffice_to_capture_runs_uncaptured(tiny, plain, logits):
+    """Nor is a capture tried again that needs as much."""
+    tried = []
+
+    def short(work):
+        replay, outputs = emulated(work)
+        tried.append(len(outputs.logits))
+        if len(outputs.logits) > logits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return replay, outputs
+
+    model, tokenizer = paged(tiny, short)
+    model.steps.notes = notes = Notes()
+    drafts = RowProposer(ContextDrafter(), 5, None)
+    assert ids(answers(lambda _: (model, tokenizer), tiny, drafts, rows=4)) == plain
+    failed = [each for each in tried if each > logits]
+    assert failed == sorted(failed, reverse=True)
+    assert len(failed) == len(notes) > 0
+    assert all("CUDA out of memory" in note for note in notes)
+
+
+def test_captured_steps_give_way_to_one_that_is_not(tiny, plain):
+    captures, replays, short = [], [], []
+
+    def capture(work):
+        captures.append(1)
+        if len(captures) == 4:
+            short.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        replays.append(1)
+        replay, outputs = emulated(work)
+        replays.pop()
+
+        def counted():
+            replays.append(1)
+            replay()
+            replays.pop()
+
+        return counted, outputs
+
+    def compute(*args):
+        if short and not replays:
+            short.clear()
+            freed.append(model.steps.captured)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gathered(*args)
+
+    freed = []
+    model, tokenizer = paged(tiny, capture, compute)
+    model.steps.notes = Notes()
+    assert ids(answers(lambda _: (model, tokenizer), tiny, rows=4)) == plain
+    assert len(freed) == 1 <= freed[0]
+
+
+def test_captured_steps_write_their_logits_to_one_place(tiny):
+    seen = []
+
+    def capture(work):
+        replay, outputs = emulated(work)
+        seen.append(outputs.logits)
+        return replay, outputs
+
+    model, _ = paged(tiny, capture)
+    model.resize(4)
+    model.cache.reserve(100)
+    model.logits([Segment(0, 0, 1)], [5], [0])
+    seen.clear()
+    model.steps.forget()
+    assert model.steps.capture(4, drafts=True) == len(seen) > 5
+    assert len({logits.data_ptr() for logits in seen}) == 1
+    assert len(set(map(len, seen))) > 3
+
+
+def test_steps_of_narrower_tables_are_dropped_where_a_row_outgrows_them(tiny, plain):
+    model, tokenizer = paged(tiny)
+    assert ids(answers(lambda _: (model, tokenizer), tiny, rows=4)) == plain
+    before = model.steps.captured
+    model.cache.reserve(model.cache.size * (step_shapes.WIDTH + 1))
+    model.logits([Segment(0, 0, 1)], [5], [0])
+    assert model.steps.captured == 1 < before
+    for _ in range(2):
+        assert ids(answers(lambda _: (model, tokenizer), tiny, rows=4)) == plain
+        assert model.steps.captured in (before, before + 1)
 
 
 def test_what_the_reader_of_answers_does_is_no_steps_time(in_blocks, tiny):

@@ -8,6 +8,7 @@ import torch
 from ragspec.engine.engine import Engine, EngineSettings
 from ragspec.engine.kv.budget import KvBudget
 from ragspec.engine.kv.paged_cache import PagedCache
+from ragspec.engine.profiler import probe
 from ragspec.engine.proposers.base import NoProposer, RowProposer
 from ragspec.engine.proposers.draft_model import DraftModel
 from ragspec.engine.scheduler import Scheduler, new_row
@@ -18,6 +19,7 @@ from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.structured.form import Form
 from ragspec.structured.grammars import Grammars
 from tests.conftest import wide
+from tests.engine.test_engine import loaded, plain, requests_for  # noqa: F401
 from tests.engine.test_paged import SIZE, paged, poisoned, short_of_blocks  # noqa: F401
 
 EOS = 0
@@ -94,6 +96,31 @@ def test_a_request_gets_what_it_gets_alone_however_few_blocks_there_are(tiny, ti
             assert said == wanted
             assert numbers == pytest.approx(expected, abs=1e-3)
     assert preempted > 0
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_rows_come_back_after_forwards_that_ran_out_of_memory(tiny, plain, monkeypatch, fails):  # noqa: F811
+    model, tokenizer = short_of_blocks(tiny, 200)
+    tried, begin = [], model.begin
+
+    def short(*args, **kwargs):
+        tried.append(1)
+        if len(tried) <= fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return begin(*args, **kwargs)
+
+    monkeypatch.setattr(model, "begin", short)
+    model.resize(4)
+    engine = Engine(model, NoProposer(), tokenizer, frozenset(), EngineSettings(room=KvBudget(1, 10**9, SIZE)))
+    assert {outcome.index: outcome.token_ids for outcome in engine.run(requests_for(tokenizer))} == plain
+
+
+@pytest.mark.parametrize("blocks", [7, 40, 90])
+def test_what_steps_cost_is_measured_in_as_many_rows_as_there_are_blocks_for(tiny, blocks):
+    model, _ = short_of_blocks(tiny, blocks)
+    cost = probe(model, 256)
+    assert cost(1, 1, 10) > 0
+    assert model.cache.rows == 256
 
 
 # -- starts from other rows while no block is free --------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Capture(Protocol):
 
 def emulated(work: Work) -> tuple[Callable[[], None], StepOutputs]:
     """Run the same work again on the same tensors, where there are no graphs: shows whether it may be captured."""
-    outputs = StepOutputs(*(each.clone() for each in work()))
+    outputs = work()
 
     def replay() -> None:
         for mine, new in zip(outputs, work(), strict=True):
@@ -45,16 +45,30 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # one for all captures, since libraries keep a workspace for each stream
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> tuple[Callable[[], None], StepOutputs]:
         """Return the graph's replay and its outputs."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compilers and libraries allocate and choose in the first runs
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):  # compilers and libraries allocate and choose in the first runs
             for _ in range(2):
                 work()
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = work()
+        failure: Exception | None = None
+        # other threads, such as one that embeds questions, may use the device meanwhile
+        capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        try:
+            with capturing:
+                try:
+                    outputs = work()
+                except Exception as error:
+                    failure = error
+                    raise
+        except Exception as error:  # ending a capture that failed may raise too, and says less
+            raise failure or error from None
+        finally:
+            torch.cuda.set_stream(current)  # which the end of a failed capture may leave out
         return graph.replay, outputs

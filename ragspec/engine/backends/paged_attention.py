@@ -155,7 +155,6 @@ class PagedAttention:
             raise Unsupported("attends to more than its own tokens")
         layer = self._write(key, value)
         parts = list(torch.split(query[0], [group.tokens for group in self._groups], dim=1))
-        parts[1:] = [each.contiguous() for each in parts[1:]]  # with the strides of other steps: it is compiled once
         found = [
             group.packed(self._compute(group, layer, group.by_row(queries), scores, rule).transpose(1, 2))
             for group, queries in zip(self._groups, parts, strict=True)
@@ -239,7 +238,7 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
             return gathered(step, layer, queries, scores, rule)
         whole, sinks = queries, scores.sinks
         if tokens < TILE:  # a group's heads as further queries of one: each block is read once for all of them
-            queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3])
+            queries = queries.reshape(rows, layer.keys.shape[0], -1, queries.shape[3]).contiguous()
         read = [step.mask((flex, rule), lambda: block_lists(step, rule, exact))]
         if shared is not None:
             read.append(step.mask(CascadeTensors, lambda: chunk_lists(step, shared)))

@@ -47,6 +47,11 @@ class StepShape:
         """Number of tokens."""
         return (self.packed or self.rows * self.tokens) + self.beside * self.beside_tokens
 
+    @property
+    def logits(self) -> int:
+        """Number of tokens with logits."""
+        return self.size if self.all_logits else self.rows + self.beside * self.beside_tokens
+
 
 @dataclass(slots=True)
 class StepRow:

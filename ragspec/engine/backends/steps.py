@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
 from ragspec.errors import flat
-from ragspec.models.memory import MAY_BE_MEMORY, free_memory, is_out_of_memory, out_of_memory
+from ragspec.models.memory import MAY_BE_MEMORY, free_memory, is_out_of_memory
 
 COMPILING_S = 5.0  # of two kernels that no earlier run has left in the cache: the least that a trial may cost
 TRIALS = 4  # runs of each way when two are compared; the first captures
@@ -127,6 +128,10 @@ class PagedSteps:
         self._weight_bytes = weight_bytes
         self._steps: dict[StepShape, Step] = {}
         self._version = cache.version
+        self._width = 0  # of the block tables of all steps
+        self._logits = torch.empty(0)  # of the latest captured step: one place for all of them
+        self._most_logits = 0  # tokens that the place is to have room for
+        self._too_large: float = inf  # tokens of a step from which memory did not suffice to capture it
         self._pads = True
         self.cascade: Literal["auto", "on", "off"] = "off"
         self.cascaded = 0
@@ -159,15 +164,11 @@ class PagedSteps:
         drafts: whether rows verify drafts.
         """
         shapes = self.shapes.likely(rows, drafts)
+        self._most_logits = max(shape.logits for shape in shapes)
         for shape in sorted(shapes, key=attrgetter("size"), reverse=True):
             if self._capture is None:
                 break
-            try:  # the largest first: the others use its memory
-                self._run(shape, self._step(shape))
-            except MAY_BE_MEMORY as error:
-                reason = out_of_memory(error)
-                self.notes.append(f"graphs: steps are captured on demand, not in advance, because of {reason}")
-                break
+            self._run(shape, self._step(shape))  # the largest first: the others use its memory
         return self.captured
 
     @contextmanager
@@ -215,7 +216,7 @@ class PagedSteps:
 
     def _shaped(self, segments: Sequence[Segment]) -> Iterator[tuple[list[StepRow], StepShape]]:
         """Yield the rows of each of the steps for some segments, and its shape, but for the logits that are wanted."""
-        width = tables_width(self.cache.slots // self.cache.size)
+        width = max(self._width, tables_width(self.cache.slots // self.cache.size))
         if self._pads:
             yield from self.shapes.cut(segments, width, self._token_share, self.cache.rows, captured=self.captures)
             return
@@ -232,7 +233,7 @@ class PagedSteps:
         logits: bool,
         written: tuple[torch.Tensor, Sequence[int]] | None = None,
     ) -> StepPart:
-        """Launch one step, and a copy of what is wanted of it, which the next step of this shape overwrites."""
+        """Launch one step, and a copy of what is wanted of it, which the next step overwrites."""
         for row in rows:
             self.cache.reserve_row(row.row, row.start, row.start + row.count)
         indices = [
@@ -247,14 +248,16 @@ class PagedSteps:
         work = StepWork(rows, indices, token_ids, tables, written)
         outputs, places = self._do_best(shape, work)
         packed = [index for mine in indices for index in mine]
-        best = outputs.best.clone()  # the next step of this shape overwrites it
+        best = outputs.best.clone()  # the next step may overwrite it
         if not logits:
             values = torch.empty(best.shape, dtype=best.dtype, pin_memory=best.device.type == "cuda")
             return StepPart(values.copy_(best, non_blocking=True), places, packed, best)
-        if places != list(range(len(outputs.logits))):
-            picked = outputs.logits[torch.tensor(places, dtype=torch.long, device=self._device)].float()
-        else:
-            picked = outputs.logits.to(torch.float32, copy=True)
+        if places == list(range(len(places))):
+            picked = outputs.logits[: len(places)].to(torch.float32, copy=True)
+        else:  # pinned, since a copy of other memory waits for the step
+            which = torch.empty(len(places), dtype=torch.long, pin_memory=self._device.type == "cuda")
+            which.numpy()[:] = places
+            picked = outputs.logits[which.to(self._device, non_blocking=True)].float()
         return StepPart(picked, range(len(places)), packed, best)
 
     def _do(self, shape: StepShape, work: StepWork) -> tuple[StepOutputs, list[int]]:
@@ -341,9 +344,10 @@ class PagedSteps:
 
     def _step(self, shape: StepShape) -> Step:
         """Return the step of a shape, all padding."""
-        if self._version != self.cache.version:  # the memory that steps were captured with is gone
+        known = self._version, self._width
+        if known != (self.cache.version, shape.width):  # their memory is gone, or all tables are wider from now on
             self._steps.clear()
-            self._version = self.cache.version
+            self._version, self._width = self.cache.version, shape.width
         step = self._steps.get(shape)
         if step is None:
             step = self._steps[shape] = Step(shape, self._device)
@@ -351,22 +355,45 @@ class PagedSteps:
         return step
 
     def _run(self, shape: StepShape, step: Step, written: torch.Tensor | None = None) -> StepOutputs:
-        """Return a step's outputs; they stay until the next step of this shape. written: as Step.load takes it."""
+        """Return a step's outputs; they stay until the next step. written: as Step.load takes it."""
         step.load(written)
-        if step.replay is None and self._capture is not None and self._pads and self.cache.layers:
+        capture = self._capture if self._pads and self.cache.layers and shape.size < self._too_large else None
+        if step.replay is None and capture is not None:
             began = time.perf_counter()
             try:
-                step.replay, step.outputs = self._capture(lambda: self._work(step))
+                step.replay, step.outputs = capture(lambda: self._keep(self._work(step)))
             except MAY_BE_MEMORY as error:
                 self._steps.pop(shape)
-                if is_out_of_memory(error) or shape.cascade:
+                if shape.cascade:
                     raise
-                self._go_uncaptured(error)
+                if is_out_of_memory(error):
+                    self._capture_less(shape, error)
+                else:
+                    self._go_uncaptured(error)
             step.first_s = time.perf_counter() - began
         if step.replay is None or step.outputs is None:
-            return self._work(step)
+            return self._uncaptured(step)
         step.replay()
         return step.outputs
+
+    def _uncaptured(self, step: Step) -> StepOutputs:
+        """Run a step as it is; if memory runs out, again without captured steps and what they keep."""
+        try:
+            return self._work(step)
+        except MAY_BE_MEMORY as error:
+            if not self.captured or not is_out_of_memory(error):
+                raise
+        self._steps.clear()
+        free_memory()
+        return self._work(step)
+
+    def _keep(self, found: StepOutputs) -> StepOutputs:
+        """Return a step's outputs with logits in the place that all captured steps write theirs to."""
+        logits, place = found.logits, self._logits
+        alike = place.shape[1:] == logits.shape[1:] and (place.dtype, place.device) == (logits.dtype, logits.device)
+        if not alike or len(place) < len(logits):  # in a run that warms up, not in a capture
+            self._logits = place = logits.new_empty(max(len(logits), self._most_logits), *logits.shape[1:])
+        return StepOutputs(place[: len(logits)].copy_(logits), found.best)
 
     def _work(self, step: Step) -> StepOutputs:
         """Compute a step from its tensors alone."""
@@ -381,3 +408,12 @@ class PagedSteps:
         self._capture = None
         self._steps.clear()
         self.notes.append(f"graphs: steps run without CUDA graphs, which is slower: {flat(error, 200)}")
+
+    def _capture_less(self, shape: StepShape, error: Exception) -> None:
+        """Run steps of this shape's size, and larger ones, uncaptured from now on."""
+        self._too_large = shape.size
+        free_memory()
+        self.notes.append(
+            f"graphs: steps of {shape.size:,} tokens and more that are not captured yet run without CUDA graphs, which "
+            f"is slower: {flat(error, 200)}"
+        )

@@ -91,10 +91,16 @@ class PagedCache(ModelCache):
         """Return how many blocks reserve_row() would take."""
         return self._tables.missing(row, first, end)
 
+    def rows_of(self, slots: int) -> int:
+        """Return how many rows of `slots` tokens a fixed pool has blocks for, one at least."""
+        return max(1, (self.blocks - 1) // -(-slots // self.size))
+
     def room_beside(self, needs: Mapping[int, int]) -> int:
         """Return how many tokens one more row may have, if no rows but these stay. needs: their tokens, by row."""
-        missing = sum(max(0, -(-tokens // self.size) - len(self._tables.of(row))) for row, tokens in needs.items())
-        return (self.blocks - 1 - self._tables.used(list(needs)) - missing) * self.size
+        there = [row for row in needs if row < self.rows]  # the others are added once all that fit are chosen
+        blocks = sum(-(-tokens // self.size) for row, tokens in needs.items() if row >= self.rows)
+        missing = sum(max(0, -(-needs[row] // self.size) - len(self._tables.of(row))) for row in there)
+        return (self.blocks - 1 - self._tables.used(there) - missing - blocks) * self.size
 
     def drop(self, row: int) -> None:
         """Forget a row's tokens."""

@@ -74,6 +74,7 @@ def keep_freed_memory() -> None:
 # -- preparation -----------------------------------------------------------------------------------
 
 
+WITH_BFLOAT16 = 8, 0  # least compute capability
 log = logging.getLogger(__name__)
 
 
@@ -129,6 +130,7 @@ def prepare(
     capture = emulated if graphs == "emulate" else CudaGraphs() if cuda and graphs != "off" else None
     merged = MergedLinears(inner) if cuda and not over else None  # accelerate's hooks are on each layer
     try:
+        _check_dtype(inner)
         compute = flex(cuda, notes, exact)
         try:
             return _prepared(inner, notes, native, False, compute, capture, exact)
@@ -148,6 +150,14 @@ def prepare(
         if exact:
             notes.append("exact: has no effect without FlexAttention: answers may differ where two tokens nearly tie")
         return model
+
+
+def _check_dtype(inner: Any) -> None:
+    """Raise Unsupported for numbers that Triton does not compile FlexAttention for on this device."""
+    if inner.device.type != "cuda" or inner.dtype != torch.bfloat16 or torch.version.hip is not None:
+        return
+    if torch.cuda.get_device_capability(inner.device) < WITH_BFLOAT16:
+        raise Unsupported("is in bfloat16, which this GPU is too old for; runner_args.dtype: float16 is faster here")
 
 
 def refuse_offloaded(inner: Any) -> None:
