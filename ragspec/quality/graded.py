@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ragspec.config.io import InputConfig
 from ragspec.errors import ConfigError, RecordError
-from ragspec.inputs.passages import listed, passage_ids
+from ragspec.inputs.passages import LISTED, listed, passage_ids
 from ragspec.inputs.record import REFERENCES, reference_texts
 from ragspec.inputs.record_ids import RecordIds
 from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
+from ragspec.inputs.values import is_text
+from ragspec.json_text import JSONDecodeError, loads
 from ragspec.outputs.reader import answers_in, id_given, json_object, tokens_of
 from ragspec.quality.metrics import cited, numbered
 
@@ -73,7 +75,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
     """
     paths = references.path if isinstance(references, InputConfig) else [references] if references else []
     with advising("--references takes a file of records that have a reference", paths):
-        given = dict(_references(references)) if references else None
+        given = _by_id(references) if references else None
     try:
         pattern = re.compile(refusal, re.IGNORECASE)
     except re.error as error:
@@ -88,7 +90,8 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
         if valid is False:
             answers.invalid.append(name)
         source = _metadata(line) if given is None else given.get(name, {})
-        found, problem = references_of(source)
+        structured = valid is not None and _said(text, line) == text  # the answer itself is JSON, as its reference is
+        found, problem = references_of(source, as_text=structured)
         if problem:
             answers.unusable.append(f"{name}: {problem}")
         if not found:
@@ -106,16 +109,27 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
 
 def read_questions(references: InputConfig | str) -> dict[str, str]:
     """Return the questions of records by id."""
-    found = ((name, row.get("query", row.get("question"))) for name, row in _references(references))
+    found = ((name, row.get("query", row.get("question"))) for name, row in _by_id(references).items())
     return {name: question for name, question in found if isinstance(question, str)}
 
 
-def references_of(source: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
-    """Return a record's references, and why they are unusable if they are."""
+def references_of(source: Mapping[str, Any], *, as_text: bool = False) -> tuple[tuple[str, ...], str]:
+    """Return a record's references, and why they are unusable if they are.
+
+    A text that is a JSON list of texts, as in a cell of a table, is read as that list, unless `as_text`.
+    """
     key = next((key for key in REFERENCES if source.get(key) is not None), None)
     if key is None:
         return (), ""
-    texts = reference_texts(source[key])
+    value = source[key]
+    if not as_text and is_text(value) and LISTED.fullmatch(value):
+        try:
+            given = reference_texts(loads(value))
+        except JSONDecodeError:
+            return (), f'"{key}" is a text that looks like a list ({value.strip()[:20]}...); write it as a JSON list'
+        if given is not None:
+            return given, ""
+    texts = reference_texts(value)
     return ((), f'"{key}" must be a text or a list of texts') if texts is None else (texts, "")
 
 
@@ -123,13 +137,23 @@ def _graded(
     text: str, line: Any, references: tuple[str, ...], source: Mapping[str, Any], refusal: re.Pattern[str]
 ) -> Graded:
     contexts = [str(each) for each in line.get("contexts") or []]
-    gold = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
+    gold = _gold(source)
     formatted = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
-    wanted = formatted if gold is None else {id_given(each) or str(each) for each in gold}
-    parsed = line.get("parsed")
-    said = parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
+    wanted = formatted if gold is None else gold
+    said = _said(text, line)
     refuses = refusal.search(said) is not None
-    return Graded(said, references, refuses, tokens_of(line), cited(text, parsed, contexts), wanted)
+    return Graded(said, references, refuses, tokens_of(line), cited(text, line.get("parsed"), contexts), wanted)
+
+
+def _said(text: str, line: Any) -> str:
+    """Return what is scored of an answer: the `answer` of a structured one that has it, else its text."""
+    parsed = line.get("parsed")
+    return parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
+
+
+def _gold(source: Mapping[str, Any]) -> set[str] | None:
+    given = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
+    return None if given is None else {id_given(each) or str(each) for each in given}
 
 
 def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:
@@ -147,12 +171,38 @@ def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:
     return places if sorted(places) == sorted(contexts) else contexts
 
 
-def _references(given: InputConfig | str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _by_id(given: InputConfig | str) -> dict[str, dict[str, Any]]:
+    """Return the records of a file of references; those of one id are merged.
+
+    Raises ConfigError if they differ in what answers are measured by, or if a reference is a printed Python list.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, int] = {}
     with open_source(given) as source:
         ids = RecordIds(source)
         for row in source:
-            value = json_object(row.value, source.where(row.number))
-            yield ids.of(row), {**_metadata(value), **value}
+            where = source.where(row.number)
+            value = json_object(row.value, where)
+            value = {**_metadata(value), **value}
+            if any(is_text(value.get(key)) for key in REFERENCES) and (problem := references_of(value)[1]):
+                raise ConfigError(f"{where}: {problem}")  # a printed list: all records of the file have one
+            name = ids.of(row)
+            before = found.get(name, {})
+            if name in found and (what := _conflict(before, value)):
+                raise ConfigError(
+                    f'{where}: id "{name}" has other {what} than at {source.where(numbers[name])}; give each id one '
+                    "record, with a list if there are several"
+                )
+            found[name] = before | {key: each for key, each in value.items() if each is not None}
+            numbers.setdefault(name, row.number)
+    return found
+
+
+def _conflict(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return what two records both have and differ in, an empty text if it is nothing."""
+    measures = {"references": lambda row: set(references_of(row)[0]), "gold ids": _gold}
+    pairs = ((what, of(one), of(other)) for what, of in measures.items())
+    return next((what for what, mine, others in pairs if mine and others and mine != others), "")
 
 
 def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`ragspec evaluate` on files: references here and there, two runs, and what cannot be scored."""
 
+import csv
 import json
 import re
 
@@ -256,3 +257,66 @@ def test_metadata_of_another_kind_holds_no_reference(tmp_path, metadata):
     found = evaluate(write_jsonl(tmp_path / "out.jsonl", [{"id": "q0", "output": "x", "metadata": metadata}]))
     assert "f1" not in found.scores
     assert any("1 of 1 answers have no reference" in note for note in found.notes)
+
+
+def as_cells(path, *records):
+    """Write records as CSV, lists and objects as JSON."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(
+            {key: cell if isinstance(cell, str) else json.dumps(cell) for key, cell in record.items()}
+            for record in records
+        )
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "other", [{"reference": "lead"}, {"answers": ["salt", "lead"]}, {"metadata": {"answers": "x"}}]
+)
+def test_two_references_of_one_id_are_an_error_and_equal_ones_are_not(tmp_path, other):
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": "a", "output": "salt", "metadata": {}}])
+    same = [{"id": "a", "reference": "salt"}, {"id": "b"}, {"id": "a", "reference": ["salt"]}, {"id": "a"}]
+    file = write_jsonl(tmp_path / "ref.jsonl", same)
+    assert evaluate(out, references=file).scores["exact_match"].mean == 100.0
+    write_jsonl(tmp_path / "ref.jsonl", [*same, {"id": "a", **other}])
+    with pytest.raises(ConfigError, match=r'ref\.jsonl:5: id "a" has other references than at \S+ref\.jsonl:1;'):
+        evaluate(out, references=file)
+
+
+def test_gold_ids_of_one_id_that_differ_are_an_error(tmp_path):
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": "a", "output": "salt", "metadata": {}}])
+    file = write_jsonl(tmp_path / "ref.jsonl", [{"id": "a", "gold_ids": [1, 2]}, {"id": "a", "gold_ids": ["2", "1"]}])
+    evaluate(out, references=file)
+    write_jsonl(tmp_path / "ref.jsonl", [{"id": "a", "gold_ids": [1, 2]}, {"id": "a", "gold_ids": [3]}])
+    with pytest.raises(ConfigError, match="has other gold ids than at"):
+        evaluate(out, references=file)
+
+
+@pytest.mark.parametrize("name", ["reference", "references", "answers"])
+@pytest.mark.parametrize("given", [{"text": ["Paris is it"]}, ["Paris is it", "x"], "Paris is it"])
+def test_references_in_cells_are_read_as_in_json(tmp_path, name, given):
+    questions = as_cells(tmp_path / "in.csv", {"id": "a", "query": "Where?", name: given})
+    out = tmp_path / "out.jsonl"
+    generate(build_config({"runner": "fake", "input": questions, "output": str(out)}))
+    (answer,) = read_jsonl(out)
+    write_jsonl(out, [answer | {"output": "Paris is it"}])
+    for references in (None, questions):
+        assert evaluate(str(out), references=references).scores["exact_match"].mean == 100.0
+
+
+@pytest.mark.parametrize("name", ["reference", "references", "answers"])
+def test_a_printed_python_list_is_no_reference(tmp_path, name):
+    given = as_cells(tmp_path / "ref.csv", {"id": "a", name: "['salt', 'x']"})
+    out = write_jsonl(tmp_path / "out.jsonl", lines(["salt"], metadata=[{name: "['salt', 'x']"}]))
+    with pytest.raises(ConfigError, match=rf"ref\.csv: row 1: \"{name}\" is a text that looks like a list \(\['salt"):
+        evaluate(out, references=given)
+    found = evaluate(out)
+    assert "f1" not in found.scores
+    assert f'1 records have unusable references (q0: "{name}" is a text that looks like a list' in found.notes[0]
+
+
+def test_of_an_answer_in_json_the_reference_is_a_text(tmp_path):
+    answer = {"output": '["Ann", "Bob"]', "parsed": ["Ann", "Bob"], "valid": True}
+    line = {"id": "a", **answer, "metadata": {"reference": '["Ann", "Bob"]'}}
+    assert evaluate(write_jsonl(tmp_path / "out.jsonl", [line])).scores["exact_match"].mean == 100.0
