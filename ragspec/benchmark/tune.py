@@ -112,7 +112,7 @@ def _tune_lossless(config: RunConfig, folder: Path, *, budget_s: float, limit: i
                 continue
             alive.append(stack.enter_context(open_worker(candidate, folder, limit, console)))
         _time_rounds(alive, deadline, speeds, console, _still_competitive)
-    return choose([candidate for candidate in plan if speeds[candidate.name]], speeds)
+    return choose(plan, speeds)
 
 
 def _records_to_try(tries: Sequence[str], config: RunConfig, limit: int) -> list[Record]:
@@ -233,7 +233,12 @@ def candidates(config: RunConfig) -> list[Candidate]:
 
 
 def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
-    """Return the fastest candidate that beats plain decoding in every pair of passes, else plain decoding."""
+    """Return the fastest candidate that beats plain decoding in every pair of passes, else plain decoding.
+
+    plan: plain decoding is first. speeds: a candidate without any was not timed, because of the budget.
+    """
+    skipped = [candidate.name for candidate in plan if not speeds[candidate.name]]
+    plan = [candidate for candidate in plan if speeds[candidate.name]]
     plain = speeds[plan[0].name]
     winner, best = plan[0], MARGIN
     evidence = []
@@ -245,6 +250,7 @@ def choose(plan: list[Candidate], speeds: Speeds) -> Tuned:
         evidence.append(f"{candidate.name}: {rate:.1f} tokens/s{beside}, {_passes(mine)}")
         if ratios and min(ratios) > 1.0 and median(ratios) > best:
             winner, best = candidate, median(ratios)
+    evidence += [f"{name}: not timed: too little of the budget was left" for name in skipped]
     figures = tuple(_figures(candidate, speeds, plan[0], chosen=candidate is winner) for candidate in plan)
     return Tuned(winner, evidence, _verdict(winner, plan, speeds), figures)
 
@@ -267,6 +273,8 @@ def _figures(candidate: Candidate, speeds: Speeds, plain: Candidate, *, chosen: 
 def _verdict(winner: Candidate, plan: Sequence[Candidate], speeds: Speeds) -> str:
     """Return why `winner` is chosen, how sure that is, and which candidates may be as fast."""
     plain = plan[0]
+    if len(plan) == 1:
+        return f"{plain.name} is chosen: nothing else was timed within the budget; give a larger --budget"
     if winner is plain:
         return f"{plain.name} is chosen: nothing else was faster in every pass, by {MARGIN - 1:.0%} or more"
     ratios = paired(speeds[winner.name], speeds[plain.name])

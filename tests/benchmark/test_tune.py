@@ -1,9 +1,10 @@
 """Tuning: speculation has to win every pair, or off wins; and what it writes is a config."""
 
 import yaml
+from rich.console import Console
 
 from ragspec.benchmark.plan import Candidate
-from ragspec.benchmark.tune import candidates, choose
+from ragspec.benchmark.tune import candidates, choose, tune, write_config
 from ragspec.config.load import build_config
 from tests import warm
 from tests.cli.test_cli import ragspec
@@ -49,6 +50,20 @@ def test_the_verdict_says_how_sure_it_is_and_what_may_be_as_fast():
     )
 
 
+def test_what_the_budget_left_no_time_for_is_said_to_be_untimed():
+    tuned = choose(plan("none", "context", "prompt_lookup"), {"none": [10.0], "context": [], "prompt_lookup": []})
+    assert tuned.verdict == "none is chosen: nothing else was timed within the budget; give a larger --budget"
+    assert tuned.evidence == [
+        "none: 10.0 tokens/s, 1 pass",
+        "context: not timed: too little of the budget was left",
+        "prompt_lookup: not timed: too little of the budget was left",
+    ]
+    assert [row["method"] for row in tuned.figures] == ["none"]
+    some = choose(plan("none", "context", "prompt_lookup"), {"none": [10.0], "context": [9.0], "prompt_lookup": []})
+    assert some.verdict.startswith("none is chosen: nothing else was faster")
+    assert some.evidence[-1] == "prompt_lookup: not timed: too little of the budget was left"
+
+
 def test_candidates_are_what_the_runner_can_do():
     config = build_config({"model": "m", "input": "x", "speculation": {"method": "prompt_lookup", "num_tokens": 3}})
     assert [c.name for c in candidates(config)] == ["none", "prompt_lookup", "context"]
@@ -71,6 +86,15 @@ def test_tune_writes_a_config_that_runs(tiny, tmp_path):
     assert yaml.safe_load(text)["speculation"]["method"] in ("none", "context", "prompt_lookup")
     again = warm.ragspec(tmp_path, "generate", "-c", out, "--limit", 1, "-o", tmp_path / "a.jsonl")
     assert again.returncode == 0, again.stderr
+
+
+def test_a_budget_for_nothing_else_is_said_in_the_written_config(tiny, tmp_path):
+    config = build_config({"model": str(tiny), "input": str(SAMPLE), "sampling": {"max_new_tokens": 4}})
+    tuned = tune(config, tmp_path, budget_s=0, limit=1, console=Console(quiet=True))
+    write_config(tuned, tmp_path / "tuned.yaml", "one record")
+    text = (tmp_path / "tuned.yaml").read_text()
+    assert "#   context: not timed: too little of the budget was left\n" in text
+    assert "#   none is chosen: nothing else was timed within the budget; give a larger --budget\n" in text
 
 
 def test_tune_without_choice_is_one_line(tmp_path):
