@@ -42,6 +42,17 @@ def test_the_schema_is_the_configs():
     assert (DOCS / "reference" / "config.md").read_text() == generate.config_page(), REMEDY
 
 
+def test_the_columns_of_parquet_are_those_that_are_written():
+    pytest.importorskip("pyarrow")
+    from ragspec.outputs.codecs import AS_JSON, Parquet
+
+    page = (DOCS / "guide" / "output.md").read_text()
+    columns = page.partition("Parquet columns are the fields of the lines above: ")[2].partition("\n\n")[0]
+    listed, _, texts = columns.replace("\n", " ").partition(". ")
+    assert re.findall(r"`(\w+)`", listed) == Parquet().schema.names
+    assert set(re.findall(r"`(\w+)`", texts)) == set(AS_JSON)
+
+
 def test_the_python_page_has_the_docstrings_of_the_public_api():
     assert (DOCS / "reference" / "python.md").read_text() == generate.python_page(), REMEDY
 

@@ -154,12 +154,12 @@ class PromptConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How tokens are chosen. A record's own settings take precedence."""
+    """How tokens are chosen. Settings in the `body` of an OpenAI batch line take precedence; other lines have none."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longest answer, in tokens. By default, `default_new_tokens`, or less if the context has less room."""
     default_new_tokens: Annotated[int, Field(ge=1)] = 128
-    """Longest answer if neither the config nor the record sets one; shorter if less fits. (`run-batch`: 1024.)"""
+    """Longest answer if neither the config nor a batch line sets one; shorter if less fits. (`run-batch`: 1024.)"""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     """Shortest answer, in tokens: end tokens and stop strings before that are ignored."""
     ignore_eos: bool = False
