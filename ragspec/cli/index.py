@@ -26,7 +26,8 @@ def index(
     corpus: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE", help="Documents: text, Markdown, HTML, PDF, Word, JSONL ({id, title, text}), or folders."
+            metavar="FILE",
+            help="Documents: text, Markdown, HTML, PDF, Word; JSONL, JSON, CSV, TSV of {id, title, text}; or folders.",
         ),
     ] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="Folder for the index.")] = None,

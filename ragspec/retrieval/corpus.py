@@ -2,8 +2,9 @@
 
 >>> for item in documents(["docs", "faq.jsonl"]): item.id, item.read()
 
-A new file format needs a reader and a line in READERS. A document that cannot be read becomes a `Skipped` with the
-reason, not an exception: one bad file must not end a build. Limit: a file must fit in memory.
+Files of JSON Lines, JSON, CSV and TSV have a document per record. Another format needs a reader and a line in READERS.
+A document that cannot be read becomes a `Skipped` with the reason, not an exception: one bad file must not end a build.
+Limit: a file that is one document must fit in memory.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ragspec.config.io import InputConfig
 from ragspec.errors import ConfigError, RecordError, flat
-from ragspec.inputs.base import InputRow
-from ragspec.inputs.content import DAMAGES, PACKED, decoded, encoding_of, failure_reason, unpacked
-from ragspec.inputs.sources import open_source
-from ragspec.inputs.values import id_text
+from ragspec.inputs.base import InputRow, Source
+from ragspec.inputs.columns import Columns, listed
+from ragspec.inputs.content import DAMAGES, PACKED, Stream, decoded, encoding_of, failure_reason, unpacked
+from ragspec.inputs.sources import kind_of, open_source
+from ragspec.inputs.text import TextSource
+from ragspec.inputs.values import id_text, names
 from ragspec.models.resolve import brings_code, needs_code, resolve
 
 NOT_CONTENT = ("script", "style", "noscript", "template", "nav")
@@ -240,6 +244,10 @@ def plain(tokens: Any) -> Any:
 # -- documents -------------------------------------------------------------------------------------
 
 JSONL = (".jsonl", ".ndjson")
+RECORDS = ("json", "csv", "tsv")  # other kinds of files with a document per record
+LOOKED_AT = 100  # records of JSON, one of which has to be a document
+WHY = 200  # characters of a reason that names columns: a file without a header has texts for names
+AS_TEXT = "to read the file as text, name it .txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +332,9 @@ def _file_documents(file: Path, name: str, *, asked_for: bool = True) -> Iterato
         if file.exists() and not file.is_file():
             yield Skipped(str(file), "not a regular file")
             return
+        if kind_of(name) in RECORDS:
+            yield from _record_documents(file, name)
+            return
         raw = file.read_bytes()
         content = unpacked(raw)
     except (OSError, *DAMAGES) as error:
@@ -340,28 +351,76 @@ def _file_documents(file: Path, name: str, *, asked_for: bool = True) -> Iterato
 def _jsonl_documents(file: Path, name: str) -> Iterator[Document | Skipped]:
     try:
         with open_source(InputConfig(path=[str(file)], format="jsonl")) as lines:
-            for line in lines:
-                try:
-                    yield _line_document(line, file, name)
-                except RecordError as error:
-                    yield Skipped(lines.where(line.number), str(error))
-    except ConfigError as error:  # documents before the damage are kept
-        yield Skipped(str(file), str(error).removeprefix(f"{file}:").strip(), many=True)
+            yield from _documents_in(lines, file, name)
+    except ConfigError as error:
+        yield _damaged(file, error)
 
 
-def _line_document(row: InputRow, file: Path, name: str) -> Document:
+class _Texts(Columns):
+    """The columns of a table of documents: a text that looks like JSON stays as it is."""
+
+    def with_json(self, row: dict[str, Any], *, typed: bool) -> dict[str, Any]:
+        return row
+
+
+def _record_documents(file: Path, name: str) -> Iterator[Document | Skipped]:
+    """Yield the documents of a JSON, CSV or TSV file; one Skipped if its first records are none."""
+    try:
+        stream = Stream(str(file)).look()
+        if stream.kind == "zip":
+            stream.__exit__()
+            yield Skipped(str(file), "a zip archive; unpack it")
+            return
+        with TextSource(str(file), _Texts({}), name=kind_of(name), stream=stream) as rows:
+            if rows.names and "text" not in rows.names:
+                why = f'its first line has to name a column "text" (and "id", "title"), it has {listed(rows.names)}'
+                yield Skipped(str(file), f"{why[:WHY]}; {AS_TEXT}")
+                return
+            items = _documents_in(rows, file, name)
+            first = list(islice(items, LOOKED_AT))
+            reasons = [item for item in first if isinstance(item, Skipped)]
+            if not first:
+                yield Skipped(str(file), "empty: contains no documents")
+            elif len(reasons) < len(first) or rows.names or reasons[-1].many:
+                yield from first
+                yield from items
+            else:  # one line, not one per record
+                yield Skipped(str(file), f"its first records are no documents: {reasons[0].why}; {AS_TEXT}")
+    except ConfigError as error:
+        yield _damaged(file, error)
+
+
+def _documents_in(rows: Source, file: Path, name: str) -> Iterator[Document | Skipped]:
+    """Yield the document of each row; documents before a damage are kept."""
+    try:
+        for row in rows:
+            where = rows.where(row.number)
+            try:
+                yield _row_document(row, where, name)
+            except RecordError as error:
+                yield Skipped(where, str(error))
+    except ConfigError as error:
+        yield _damaged(file, error)
+
+
+def _damaged(file: Path, error: ConfigError) -> Skipped:
+    return Skipped(str(file), str(error).removeprefix(f"{file}:").strip(), many=True)
+
+
+def _row_document(row: InputRow, where: str, name: str) -> Document:
     value: Any = row.value
     if isinstance(value, RecordError):
         raise value
+    if isinstance(value, dict) and value.get("text", "") is None:  # an empty cell
+        raise RecordError("empty: contains no text")
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise RecordError('a document is an object {"id", "title", "text"} with a text')
+        has = f"; it has {names(value)}" if isinstance(value, dict) else ""
+        raise RecordError(f'a document is an object {{"id", "title", "text"}} with a text{has}')
     key, title, text = value.get("id", value.get("_id")), value.get("title"), value["text"]  # _id: BEIR
     if title is not None and not isinstance(title, str):
         raise RecordError('"title" must be a string')
     doc = id_text(key) or f"{name}:{row.number}"
-    return Document(
-        doc, f"{file}:{row.number}", _digest(doc, title or "", text.encode()), lambda: Text(text, title or None)
-    )
+    return Document(doc, where, _digest(doc, title or "", text.encode()), lambda: Text(text, title or None))
 
 
 def _digest(doc: str, form: str, content: bytes) -> str:

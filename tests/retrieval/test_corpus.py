@@ -3,6 +3,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import zipfile
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from ragspec.errors import ConfigError
 from ragspec.retrieval.corpus import (
     Chunker,
+    Document,
     NonDocument,
     Skipped,
     Text,
@@ -256,6 +258,89 @@ def test_a_word_document_that_is_none_says_so(content):
 
 
 PACKINGS = {".gz": gzip.compress, ".BZ2": bz2.compress, ".xz": lzma.compress, "": bytes}
+ONE, TWO = '{"id": "d1", "title": "T", "text": "one, \\"two\\""}', '{"_id": 2, "text": "{\\"a\\": [1]}"}'
+RECORDS = {
+    "a.json": f'[{ONE},\n {TWO}, {{"text": "x"}}]',
+    "b.json": f'{{"version": 1, "data": [{ONE},\n {TWO}, {{"text": "x"}}]}}',
+    "lines.json": f'{ONE}\n{TWO}\n{{"text": "x"}}\n',
+    "a.csv": 'id,title,text\nd1,T,"one, ""two"""\n2,,"{""a"": [1]}"\n,,x\n',
+    "a.tsv": 'id\ttext\ttitle\nd1\t"one, ""two"""\tT\n2\t"{""a"": [1]}"\t\n\tx\t\n',
+    "a.TAB": 'id\ttitle\ttext\nd1\tT\t"one, ""two"""\n2\t\t{"a": [1]}\n\t\tx\n',
+}
+
+
+@pytest.mark.parametrize("packing", [".gz", ""])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("name", RECORDS)
+def test_each_record_of_json_and_of_a_table_is_a_document(tmp_path, name, encoding, packing):
+    file = tmp_path / f"{name}{packing}"
+    file.write_bytes(PACKINGS[packing](RECORDS[name].encode(encoding)))
+    expected = {"d1": Text('one, "two"', "T"), "2": Text('{"a": [1]}'), f"{file.name}:3": Text("x")}
+    assert {item.id: item.read() for item in of(file)} == expected
+    assert {item.id: item.read() for item in of(tmp_path)} == expected
+    assert str(file) in of(file)[0].where
+
+
+def test_the_digest_of_a_document_is_the_same_in_every_format(tmp_path):
+    for name, content in RECORDS.items():
+        (tmp_path / name).write_text(content)
+    assert len({of(tmp_path / name)[0].digest for name in RECORDS}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        (
+            "a.json",
+            '[{"question": "Why?", "answer": "So."}, {"question": "Who?"}]',
+            r'it has "question", "answer"; to re',
+        ),
+        ("a.json", '{\n "name": "a package",\n "version": 1\n}', 'it has "name", "version"; to read the file as text'),
+        ("a.json", str(list(range(1000))), "its first records are no documents: a document is an object"),
+        ("a.json", "[]", "empty: contains no documents"),
+        ("a.json", "", "empty: contains no documents"),
+        ("a.json", '[{"id": "a", "te', "it ends|ends in the middle"),
+        ("a.csv", "id,body\n1,x\n2,y\n", r'name a column "text" \(and "id", "title"\), it has id, body; to read the'),
+        ("a.tsv", f"0\t{'the sea ' * 99}\n1\tx\n", "first line has to name .* it has 0, the sea the .*; to read the"),
+        ("a.csv", "id,text\n", "empty: contains no documents"),
+        ("a.csv", "", "empty: contains no documents"),
+        ("a.csv", "id,text,text\n1,x,y\n", 'two columns are called "text"'),
+        ("a.csv", "\0\1\2", "neither text nor a supported format"),
+        ("a.csv.zip", None, "a zip archive; unpack it"),
+    ],
+)
+def test_a_file_of_records_without_documents_is_one_line(tmp_path, name, content, why):
+    file = tmp_path / name
+    if content is None:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("a.csv", "id,text\n1,x\n")
+    else:
+        file.write_text(content)
+    for where in (file, tmp_path):
+        (item,) = of(where)
+        assert isinstance(item, Skipped)
+        assert re.search(why, item.why)
+        assert len(item.why) < 300
+
+
+def test_bad_records_between_documents_are_left_out_one_by_one(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("id,text\n" + "0,\n" * 200 + "a,x\nb,x,y\nc,z\n")
+    found = of(file)
+    assert [item.id for item in found if isinstance(item, Document)] == ["a", "c"]
+    bad = [item for item in found if isinstance(item, Skipped)]
+    assert [(item.where, item.why) for item in bad[:1]] == [(f"{file}: row 1", "empty: contains no text")]
+    assert (bad[-1].where, bad[-1].why) == (f"{file}: row 202", "has 3 cells, the header has 2")
+    file = tmp_path / "b.json"
+    file.write_text('[1, {"id": "a", "text": "x"}, {"id": "b"}, {"id": "c", "text": "y"}, {"id": "d", "te')
+    found = of(file)
+    assert [item.id for item in found if isinstance(item, Document)] == ["a", "c"]
+    bad = [item for item in found if isinstance(item, Skipped)]
+    assert [(item.where, item.many) for item in bad] == [
+        (f"{file}: record 1", False),
+        (f"{file}: record 3", False),
+        (str(file), True),
+    ]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
