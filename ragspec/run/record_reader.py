@@ -140,9 +140,7 @@ class RecordReader:
         """Return the row's record. given: its own id. Raises RecordError, also for a duplicate id."""
         if isinstance(row.value, RecordError):
             raise row.value
+        if given is not None and not self._seen.add(given):  # also if the first one is not a record
+            raise RecordError(f'id "{given}" appears twice; only the first record with that id counts')
         record = parse_record(row.value, row.number, self._form)
-        if given is None:
-            return replace(record, id=self._ids.generated(row))
-        if not self._seen.add(given):
-            raise RecordError(f'id "{given}" appears twice; only the first record with that id is answered')
-        return record
+        return record if given is not None else replace(record, id=self._ids.generated(row))

@@ -93,6 +93,30 @@ def test_an_id_that_users_gave_twice_is_an_error_line_of_that_id(tmp_path):
     assert (summary.records, summary.failed) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        ({"id": "a", "query": ""}, {"id": "a", "query": "b"}),
+        ({"custom_id": "a", "body": {"messages": []}}, {"custom_id": "a", "body": {"prompt": "b", "max_tokens": 1}}),
+    ],
+)
+@pytest.mark.parametrize("format", ["jsonl", "openai"])
+def test_an_id_given_twice_is_an_error_also_if_its_first_record_failed(tmp_path, bad, good, format):
+    write_jsonl(tmp_path / "a.jsonl", [bad, good, {"id": "b", "query": "c"}])
+    output = {"path": str(tmp_path / "out.jsonl"), "format": format}
+    raw = {"runner": "fake", "input": str(tmp_path / "a.jsonl"), "output": output, "sampling": {"max_new_tokens": 1}}
+    summary = generate(build_config(raw))
+    assert (summary.records, summary.failed) == (1, 2)
+    lines = read_jsonl(tmp_path / "out.jsonl")
+    assert 'a.jsonl:2: id "a" appears twice; only the first record with that id counts' in json.dumps(
+        lines[1]["error"]
+    ).replace('\\"', '"')
+    for retry in (False, True):  # a resumed run finds the same rows finished or failing
+        again = generate(build_config(raw), retry_failed=retry)
+        assert (again.records, again.failed) == (0, 2 * retry)
+        assert len(read_jsonl(tmp_path / "out.jsonl")) == 3
+
+
 def test_a_limit_changes_no_id(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", MIXED)
     assert answered(tmp_path, str(tmp_path / "a.jsonl"), limit=1)[0] == NAMED[:1]
