@@ -25,19 +25,23 @@ TEXTS = {"id", "custom_id", "query", "prompt", "reference"}  # fields whose cell
 SHOWN = 12  # names in a message
 LOOKED_AT = 1000  # records that a mapping is checked against before a run
 MISSING = object()
-# common names of the fields, the likeliest first
+# common names of the fields, the likeliest first: what was retrieved before what should have been, and what is expected
+# before what some model answered
 GUESSES = {
     "id": ("id", "qid", "_id", "question_id", "query_id", "uid", "uuid", "example_id"),
     "query": ("query", "question", "instruction", "input", "user_input", "user_query"),
     "contexts": (
-        *("contexts", "passages", "context", "passage", "documents", "docs", "ctxs", "retrieved_contexts", "chunks"),
-        *("retrieved_documents", "source_documents", "source_nodes", "search_results", "paragraphs", "evidence"),
+        *("contexts", "retrieved_contexts", "retrieval_context", "retrieved_passages", "retrieved_documents"),
+        *("retrieved_docs", "retrieved_chunks", "passages", "context", "passage", "documents", "docs", "ctxs"),
+        *("chunks", "source_documents", "source_nodes", "search_results", "search_hits", "hits", "snippets"),
+        *("paragraphs", "positive_passages", "positive_ctxs", "reference_contexts", "evidence", "sources"),
+        *("knowledge", "article", "background"),
     ),
     "messages": ("messages", "conversation", "conversations", "chat"),
     "prompt": ("prompt", "text"),
     "reference": (
-        *("reference", "references", "answers", "answer", "ground_truth", "ground_truths", "gold_answer"),
-        *("gold_answers", "expected_answer", "expected_output", "target"),
+        *("reference", "references", "ground_truth", "ground_truths", "gold_answer", "gold_answers"),
+        *("expected_answer", "expected_output", "answers", "answer", "target"),
     ),
 }
 
@@ -88,7 +92,7 @@ class Columns:
     def makes_records(self, names: Iterable[str]) -> bool:
         """Return whether one of these columns can be a prompt."""
         prompts = {*SOURCES, "body", *GUESSES["query"], *(path.partition(".")[0] for path in self._paths.values())}
-        return not prompts.isdisjoint(names)
+        return any(name in prompts or plain_name(name) in prompts for name in names)
 
     def check_prompts(self, names: Collection[str], where: str, source: str = "auto") -> None:
         """Raise ConfigError if no row of a table can have a prompt. source: `prompt.source`."""
@@ -166,6 +170,11 @@ class Columns:
 
 
 ALL = Columns({})  # no renaming
+
+
+def plain_name(name: str) -> str:
+    """Return a column's name as the usual names are written, in lower case: "User Query" is user_query."""
+    return "_".join(name.casefold().split())
 
 
 def listed(names: Collection[str]) -> str:

@@ -3,7 +3,8 @@
 >>> for row in DelimitedReader(file, "questions.csv", ALL, ",").rows(): row.value["query"]
 
 A cell is text; a JSON list or object in a cell is parsed in fields that are not text (contexts, messages, metadata).
-A quoted cell may contain line ends. An empty cell is null. Source: Python's csv module; RFC 4180.
+A quoted cell may contain line ends. An empty cell is null. A line `sep=;` before the header names the delimiter, as in
+Excel. Source: Python's csv module; RFC 4180.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class DelimitedReader:
             io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True
         )
         try:
-            self.names = next(self._reader, [])
+            self.names = _header(self._reader)
         except (OSError, *DAMAGES, csv.Error) as error:
             raise ConfigError(f"{path}: cannot be read as text with a header line ({_describe(error)})") from None
         self._check()
@@ -80,10 +81,16 @@ def rows_in(path: Path, delimiter: str) -> int | None:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, delimiter=delimiter, strict=True)
-            next(rows, None)
+            _header(rows)
             return sum(1 for cells in rows if cells)
     except (OSError, UnicodeDecodeError, csv.Error):  # reading the rows reports it
         return None
+
+
+def _header(rows: Iterator[list[str]]) -> list[str]:
+    """Return the names of the columns: the first line, or the second if Excel named the delimiter in the first."""
+    names = next(rows, [])
+    return next(rows, []) if names == ["sep=", ""] else names
 
 
 class _Bounded(io.RawIOBase):

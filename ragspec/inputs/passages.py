@@ -4,7 +4,8 @@
 ['One. Two.', 'Three.']
 
 The shapes: a text, an object, or a list of them; parallel lists, as in Hugging Face datasets; HotpotQA's `[title,
-[sentence, ...]]`. Limit: a text that looks like a list is refused, since it would become one odd passage.
+[sentence, ...]]`; texts by their ids; any of these as JSON in a text. Limit: a text that looks like a list and is not
+JSON is refused, since it would become one odd passage.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ragspec.errors import RecordError
 from ragspec.inputs.values import id_text, is_text, kind, names
-from ragspec.json_text import ExactFloat, loads
+from ragspec.json_text import ExactFloat, JSONDecodeError, loads
 from ragspec.records import Passage
 
 FIELDS = ("id", "title", "text", "score")
@@ -35,6 +37,8 @@ NAMES = {
     "score": ("score", "similarity", "relevance", "relevance_score", "similarity_score", "_score", "rank_score"),
 }
 SENTENCE = 20  # characters; a field whose texts are shorter on average is not taken for the text
+DIGIT = re.compile(r"\d")
+CLEARLY = 3  # times longer than others is a text that they are not
 LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or a printed Python list
 
 
@@ -53,15 +57,30 @@ def listed(value: Any) -> list[Any]:
         return []
     if is_text(value):
         if LISTED.fullmatch(value):
-            raise RecordError(
-                f'"contexts" is a text that looks like a list ({value.strip()[:20]}...); write it as JSON'
-            )
+            return listed(_from_json(value))
         return [value] if value.strip() else []
+    if isinstance(value, dict) and _are_by_id(value):
+        return [{"id": name, "text": text} for name, text in value.items()]
     if isinstance(value, dict):
         return _transposed(value) if _are_columns(value) else [value]
     if not isinstance(value, list):
         raise RecordError(f'"contexts" must be a list of strings or objects, got {kind(value)}')
     return [_titled(item) if _is_titled(item) else item for item in value]
+
+
+def _from_json(text: str) -> Any:
+    """Return the list or object that a text holds. Raises RecordError, for instance for a printed Python list."""
+    try:
+        return loads(text)
+    except JSONDecodeError:
+        raise RecordError(
+            f'"contexts" is a text that looks like a list ({text.strip()[:20]}...); write it as JSON'
+        ) from None
+
+
+def _are_by_id(value: dict[str, Any]) -> bool:
+    """Return whether an object is a set of texts by their ids, such as {"d1": "...", "d2": "..."}."""
+    return bool(value) and all(DIGIT.search(name) and is_text(text) for name, text in value.items())
 
 
 def passage_ids(items: Sequence[Any]) -> list[str]:
@@ -90,17 +109,20 @@ def renamed(items: list[Any], fields: Mapping[str, Any]) -> list[Any]:
 def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
     """Return a mapping of the passages' fields, {ragspec's name: path}, without fields that need no mapping.
 
-    values: the passages of some records. Raises RecordError if they are not passages.
+    values: the passages of some records; those that are not passages are passed over.
     """
-    records = [[item for item in listed(value) if isinstance(item, dict)] for value in values]
+    records = []
+    for value in values:
+        with suppress(RecordError):
+            records.append([item for item in listed(value) if isinstance(item, dict)])
     found: dict[str, str] = {}
     for ours in ("text", "id", "title", "score"):
         paths = [path for path in _paths(ours, records) if path not in found.values()]
-        fitting = next((path for path in paths if _fits(ours, path, records)), None)
-        if fitting is None and ours == "text":
-            fitting = _longest(records)
-        if fitting is not None:
-            found[ours] = fitting
+        fitting = [path for path in paths if _fits(ours, path, records)]
+        if ours == "text":
+            fitting = [_text_among(fitting, records) or _longest(records) or ""]
+        if fitting and fitting[0]:
+            found[ours] = fitting[0]
     return {ours: found[ours] for ours in FIELDS if found.get(ours, ours) not in (ours, "sentences")}
 
 
@@ -111,7 +133,10 @@ def _paths(ours: str, records: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
 
 
 def _fits(ours: str, path: str, records: Sequence[Sequence[dict[str, Any]]]) -> bool:
-    """Return whether the values at a path have the type of the field; ids must also be unique in each record."""
+    """Return whether the values at a path have the type of the field, at least half of them.
+
+    Ids must all have it, and be unique in each record.
+    """
     columns = [[value for item in items if (value := _at(item, path)) is not None] for items in records]
     values = [value for column in columns for value in column]
     if ours == "id":
@@ -120,8 +145,10 @@ def _fits(ours: str, path: str, records: Sequence[Sequence[dict[str, Any]]]) -> 
         except RecordError:
             return False
     if ours == "score":
-        return bool(values) and all(map(_is_number, values))
-    return bool(values) and all(is_text(value) or (ours == "text" and _are_sentences(value)) for value in values)
+        fitting = sum(map(_is_number, values))
+    else:
+        fitting = sum(is_text(value) or (ours == "text" and _are_sentences(value)) for value in values)
+    return fitting > 0 and 2 * fitting >= len(values)
 
 
 def _is_number(value: Any) -> bool:
@@ -137,16 +164,61 @@ def _at(item: dict[str, Any], path: str) -> Any:
     return inner.get(name) if isinstance(inner, dict) else None
 
 
+def _text_among(paths: Sequence[str], records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
+    """Return the first path whose texts can be a passage's: not blank, nor ids or labels beside a field of real texts.
+
+    `text` itself is taken unless another of the usual names has such texts.
+    """
+    means = {path: _mean_length(path, records) for path in paths}
+    usual = max(means.values(), default=0.0)
+    longest = max([usual, *_lengths(records).values()])
+    for path, mean in means.items():
+        best = usual if path == "text" else longest
+        if mean and not (mean < SENTENCE <= best and CLEARLY * mean <= best):
+            return path
+    return None if longest else next(iter(paths), None)
+
+
+def _mean_length(path: str, records: Sequence[Sequence[dict[str, Any]]]) -> float:
+    values = [_at(item, path) for items in records for item in items]
+    texts = [_joined(value) if _are_sentences(value) else value for value in values]
+    lengths = [len(text.strip()) for text in texts if is_text(text)]
+    return sum(lengths) / max(1, len(lengths))
+
+
+def _lengths(records: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float]:
+    """Return the mean length of the fields of passages that may be a text of another name: titles and ids are not."""
+    known = {name for ours in ("id", "title", "score") for name in NAMES[ours]}
+    names = {name for items in records for item in items for name, value in item.items() if _is_content(value)}
+    return {name: _mean_length(name, records) for name in sorted(names - known)}
+
+
 def _longest(records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
-    """Return the field with the longest texts, if their mean length is at least SENTENCE."""
-    lengths: dict[str, list[int]] = {}
-    for item in (item for items in records for item in items):
+    """Return the field that clearly is the text though its name is unknown; None if that might drop other content.
+
+    Its texts have at least SENTENCE characters on average, and CLEARLY more than all other fields together; long texts
+    without a space, such as addresses, are no content.
+    """
+    items = [item for each in records for item in each]
+    totals: dict[str, int] = {}
+    texts: dict[str, int] = {}
+    for item in items:
         for name, value in item.items():
-            if is_text(value):
-                lengths.setdefault(name, []).append(len(value))
-    means = {name: sum(each) / len(each) for name, each in lengths.items()}
-    longest = max(means, key=means.__getitem__, default=None)
-    return longest if longest is not None and means[longest] >= SENTENCE else None
+            if _is_content(value):
+                totals[name] = totals.get(name, 0) + len(str(value))
+            texts[name] = texts.get(name, 0) + is_text(value)
+    longest = max((name for name in totals if texts[name]), key=totals.__getitem__, default=None)
+    if longest is None or totals[longest] < SENTENCE * texts[longest] or 2 * texts[longest] < len(items):
+        return None
+    others = sum(totals.values()) - totals[longest]
+    return longest if totals[longest] >= CLEARLY * others else None
+
+
+def _is_content(value: Any) -> bool:
+    """Return whether a value may be content: a text, not a long one without spaces such as an address; or a number."""
+    if not is_text(value):
+        return isinstance(value, int | float)
+    return len(value) < SENTENCE or len(value.split()) > 1 or not value.isascii()
 
 
 def _are_columns(value: dict[str, Any]) -> bool:

@@ -31,6 +31,7 @@ from ragspec.json_text import JSONDecodeError, loads
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 OPEN = (b"{", b"[", b",", b":")  # last bytes of a line of JSON that continues on the next line
 OTHERS = "\t;|"  # delimiters of a .csv other than the comma
+SEPARATOR = re.compile(rf"sep=([,{OTHERS}])")  # a line that Excel writes and reads before the header
 # how JSON begins that can be records; a question may begin "[1] ..."
 RECORDS = re.compile(rb'\[\s*(\{|\]\s*$)|\{\s*["}]')
 
@@ -188,6 +189,8 @@ def format_of(head: bytes, whole: bool, name: str, columns: Columns) -> tuple[st
         if name not in DELIMITERS or text[:1] == b"{" or _value(line) is not None:
             return "jsonl", ","
     header = line.partition(b"\r")[0].decode("utf-8", "replace")
+    if said := SEPARATOR.fullmatch(header):
+        return name if name in DELIMITERS else "csv", said[1]
     if name in DELIMITERS:
         return name, _delimiter_of(header, DELIMITERS[name])
     delimiter = next((mark for mark in f",{OTHERS}" if _is_header(header, mark, columns)), None)

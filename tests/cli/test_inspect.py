@@ -71,7 +71,7 @@ def test_nested_passages_run_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     "records",
     [
-        [{"query": "Who?", "passages": ["a"]}],  # runs without: passages are metadata
+        [{"query": "Who?", "passages": [3]}],  # runs without: passages are metadata
         [{"question": "Who?"}, {"query": "Why?"}],
         [{"prompt": "Who?", "question": "x"}],
         [{"body": {"prompt": "Who?"}, "custom_id": "a"}],
@@ -92,3 +92,16 @@ def test_a_mapping_that_is_given_is_the_one(tmp_path, table):
 def test_a_pipe_is_not_read_ahead_for_names():
     done = invoke("generate", "--runner", "fake", "-i", "-", input=CSV)
     assert "no record can have a prompt" in str(done.exception) + done.output
+
+
+def test_kinds_of_nested_lists_are_written_in_the_plural(tmp_path):
+    record = {"query": "q", "a": [["x"]], "b": [[{"x": 1}]], "c": ["x"], "d": [None], "e": [1, "x"], "f": [[1, "x"]]}
+    shown = invoke("inspect", write_jsonl(tmp_path / "d.jsonl", [record])).stderr.splitlines()
+    assert [line.split(": ")[1] for line in shown if line[:3] in {f"  {name}" for name in "abcdef"}] == [
+        "list of lists of texts",
+        "list of lists of objects",
+        "list of texts",
+        "list of nothing",
+        "list",
+        "list of lists",
+    ]

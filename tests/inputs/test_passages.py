@@ -65,7 +65,7 @@ def test_ids_of_passages_come_before_made_ones(given, ids):
     [
         (3, '"contexts" must be a list of strings or objects, got a number'),
         ("['a', 'b']", "is a text that looks like a list"),
-        ('[{"text": "a"}]', "is a text that looks like a list"),
+        ('[{"text": "a"}, 3]', "item 2 must be a string or an object"),
         ("{'text': 'a'}", "is a text that looks like a list"),
         ({"text": ["a", "b"], "id": ["x"]}, r'lists of different lengths \("text" 2, "id" 1\)'),
         (
@@ -254,7 +254,7 @@ def notes(tmp_path, records, **more):
         ([WITHOUT] * 3, {"prompt": {"template": "{{ query }}!"}}, None),
         ([{**WITHOUT, "docs": []}] * 3, {"columns": {"contexts": "docs"}}, "3 of 3 records have no passages"),
         (
-            [{**WITHOUT, "passages": [{"body": "a"}]}] * 2,
+            [{**WITHOUT, "passages": [["a", 3]]}] * 2,
             {},
             '2 of 2 records have no passages; 2 with a field "passages" that is not read: see ragspec inspect',
         ),
