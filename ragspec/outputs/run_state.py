@@ -89,6 +89,12 @@ class RunState:
         runner = config.get("runner") if isinstance(config, dict) else None
         return runner if isinstance(runner, str) else None
 
+    def columns(self) -> dict[str, Any]:
+        """Return the mapping of the input's columns under which the output was started, {} without one."""
+        config = self.read().get("config")
+        found = config.get("columns") if isinstance(config, dict) else None
+        return found if isinstance(found, dict) else {}
+
     def check_config(self, identity: dict[str, Any], *, retrying: bool = False) -> None:
         """Raise ConfigError that names the key if another config started the output.
 
@@ -106,7 +112,8 @@ class RunState:
         if kept or (changed and not retrying):
             first, retry = (kept or changed)[0], "" if kept or retrying else RETRY
             openai = began.get("output_format") or identity.get("output_format")  # which --update refuses
-            hint = f"{'' if openai else UPDATE}{retry}{WAY_OUT}"
+            lost = began.get("columns") and not identity.get("columns")  # rows may be no records without them
+            hint = f"{'' if openai or lost else UPDATE}{retry}{WAY_OUT}"
             raise ConfigError(f"{self._name}: was started with a different config: {first}{hint}")
 
     def begin(self, identity: dict[str, Any], spent: Spent, *, kept: bool, include: Sequence[str] = ()) -> None:

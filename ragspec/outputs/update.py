@@ -250,6 +250,11 @@ class Update:
         """Return whether a line that was written for a row still answers it."""
         return any(self._answers(self._lines[at].found, row) for at in self._by_key.get(row.key, ()))
 
+    @property
+    def answers(self) -> int:
+        """Return how many lines are answers."""
+        return sum(line.found.key is not None and not line.found.failed for line in self._lines)
+
     @cached_property
     def _by_key(self) -> dict[str, list[int]]:
         return self._grouped(lambda found: found.key or "")

@@ -105,7 +105,7 @@ def generate(
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     with config.redactor().over_errors(), ExitStack() as stack:
-        config, read_as = with_columns(config)
+        config, read_as = _with_columns(config, resume=resume)
         assert config.input is not None
         reports = [report] if report else []
         if progress:
@@ -184,6 +184,12 @@ def generate(
     return summary
 
 
+def _with_columns(config: RunConfig, *, resume: bool = True) -> tuple[RunConfig, list[str]]:
+    """Return the config with its input's columns read by their names, or as the output's lines were."""
+    target = target_of(config.output) if resume else None
+    return with_columns(config, target.state.columns() if target is not None else {})
+
+
 def _watchers(
     config: RunConfig, metrics: int | str | None, tracing: bool, say: Say
 ) -> Iterator[MetricsServer | RunTrace]:
@@ -227,6 +233,8 @@ def dry_update(config: RunConfig, *, limit: int | None, retry_failed: bool, prun
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE")
     with config.redactor().over_errors():
+        config, _ = _with_columns(config)
+        assert config.input is not None
         outdated = _outdated(config, prune=prune, limit=limit)
         began = outdated.state.began_by() if outdated else None
         with open_source(config.input) as source:

@@ -64,19 +64,23 @@ def inspect(given: InputConfig) -> Inspection:
     return Inspection(count, columns, record, error, {} if done else guessed(values))
 
 
-def with_columns(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def with_columns(config: RunConfig, earlier: Mapping | None = None) -> tuple[RunConfig, list[str]]:
     """Return a config that reads its input's columns by their names where it maps none, and a note that says how.
+
+    earlier: the mapping of an earlier run, for names that tell nothing.
 
     Only for files of whose first rows more than half are no records without a mapping, or whose queries have no
     contexts: what runs as it is stays as it is.
     """
     if config.input is None or config.prompt.source != "auto":
         return config, []
-    given, notes = with_names(config.input, passages=config.retrieval is None)
+    given, notes = with_names(config.input, passages=config.retrieval is None, earlier=earlier)
     return config.model_copy(update={"input": given}), notes
 
 
-def with_names(given: InputConfig, *, passages: bool = True) -> tuple[InputConfig, list[str]]:
+def with_names(
+    given: InputConfig, *, passages: bool = True, earlier: Mapping | None = None
+) -> tuple[InputConfig, list[str]]:
     """Return what with_columns() does for an input. passages: also of queries, which need no other column."""
     if given.columns.given or size_of(given) is None:
         return given, []
@@ -85,22 +89,24 @@ def with_names(given: InputConfig, *, passages: bool = True) -> tuple[InputConfi
             values = first_rows(row.value for row in source)
     except ConfigError:  # whoever opens it next says so
         return given, []
-    mapping = _mapping([value for value in values if isinstance(value, dict)], passages=passages)
+    records = [value for value in values if isinstance(value, dict)]
+    native = 2 * sum(any(record.get(name) is not None for name in PROMPTS) for record in records) >= len(records)
+    mapping = (_of_passages(records) if passages else {}) if native else guessed(records)
+    by = "by the columns' names"
+    if not mapping and earlier and records and not native:
+        mapping, by = earlier, "as the output's other records were"
     if not mapping:
         return given, []
     columns = validate(ColumnNames, mapping, "input.columns")
     read = ", ".join(f"{_path_of(theirs)} as {ours}{_inside(theirs)}" for ours, theirs in mapping.items())
-    note = f"{given}: reads {read}, by the columns' names (--columns FIELD=NAME says otherwise)"
+    note = f"{given}: reads {read}, {by} (--columns FIELD=NAME says otherwise)"
     return given.model_copy(update={"columns": columns}), [note]
 
 
-def _mapping(records: Sequence[dict[str, Any]], *, passages: bool) -> Mapping:
-    """Return the mapping of an input that has none."""
-    half = len(records) / 2
-    if sum(any(record.get(name) is not None for name in PROMPTS) for record in records) < half:
-        return guessed(records)
+def _of_passages(records: Sequence[dict[str, Any]]) -> Mapping:
+    """Return the mapping of queries without contexts to passages under another name."""
     bare = all(record.get("contexts") is None for record in records)
-    if passages and bare and sum(map(lacks_contexts, records)) >= half and (contexts := guessed_contexts(records)):
+    if bare and 2 * sum(map(lacks_contexts, records)) >= len(records) and (contexts := guessed_contexts(records)):
         return {"contexts": contexts}
     return {}
 

@@ -45,7 +45,8 @@ def requests_of(
 ) -> list[RowRequest]:
     """Return what the first `limit` rows of a source ask, in their order.
 
-    prune: raise ConfigError unless the rows tell which records left the input.
+    prune: raise ConfigError unless the rows tell which records left the input. Also raises it if no row is a record,
+    but the output has answers.
     """
     shared = session.config.prompt.order == "shared"
     rows = _Rows(update, shared, session.config.output.include)
@@ -65,6 +66,13 @@ def requests_of(
                 rows.add(task, None)
     finally:
         tasks.close()
+    if update.answers and not reader.records and rows.failed is not None:
+        line, message = rows.failed
+        where = f"{source.where(line)}: " if line is not None else ""
+        raise ConfigError(
+            f"--update: {where}{message}. No row of the input is a record any more, so every answer would be replaced "
+            "by an error; repair the input, or give its columns with --columns"
+        )
     if prune:
         _check_whole(session.config, source, reader)
     found = {index: row._replace(named=index not in reader.nameless) for index, row in rows.found.items()}
@@ -99,6 +107,7 @@ class _Rows:
 
     def __init__(self, update: Update, shared: bool, include: Sequence[str]) -> None:
         self.found: dict[int, RowRequest] = {}
+        self.failed: tuple[int | None, str] | None = None  # of the first row that is no record: its number, and why
         self._update = update
         self._shared = shared
         self._include = include
@@ -120,4 +129,5 @@ class _Rows:
         return False
 
     def fail(self, index: int, failed: FailedRecord) -> None:
+        self.failed = self.failed or (failed.line, failed.message)
         self.found[index] = RowRequest(failed.fingerprint, failed.name, "")

@@ -663,3 +663,59 @@ def test_a_run_with_a_changed_config_names_the_update(tmp_path):
         ConfigError, match=r"different config: sampling.* what changed, add --update; .* --retry-failed"
     ):
         generate(config_of(out, questions(3), sampling={"max_new_tokens": 3}))
+
+
+def renamed(config, **names):
+    """Rename fields of an input's records."""
+    path = Path(config.input.path[0])
+    write_jsonl(path, [{names.get(name, name): value for name, value in each.items()} for each in read_jsonl(path)])
+
+
+@pytest.mark.parametrize("change", [{"query": "ask"}, {"query": "ask", "id": "number"}])
+def test_an_input_of_which_no_row_is_a_record_any_more_is_refused(out, change):
+    config = config_of(out, questions(4))
+    generate(config)
+    before = lines_of(out)
+    renamed(config, **change)
+    why = r"in.jsonl:1: no prompt.* No row of the input is a record any more"
+    with pytest.raises(ConfigError, match=why):
+        dry_update(config, limit=None, retry_failed=False, prune=False)
+    with pytest.raises(ConfigError, match=why):
+        update(config)
+    assert lines_of(out) == before
+
+
+def test_one_row_that_is_no_record_does_not_stop_an_update(out):
+    generate(config_of(out, questions(2)))
+    config = config_of(out, [*questions(2), {"id": "bad"}])
+    _, said = update(config)
+    assert "1 of 3 records to answer" in said
+
+
+def test_columns_that_can_no_longer_be_read_by_name_are_read_as_before(tmp_path):
+    out = tmp_path / "out.jsonl"
+    config = config_of(out, [{"id": f"q{i}", "title": f"question {i}"} for i in range(3)])
+    mapped = config.model_copy(update={"input": config.input.model_copy(update={"columns": {"query": "title"}})})
+    generate(type(config).model_validate(mapped.model_dump()))
+    summary = generate(config)
+    assert summary.skipped == 3
+    assert any("reads title as query, as the output's other records were" in note for note in summary.notes)
+    renamed(config, title="ask")
+    for more in ({}, {"update": True}):
+        with pytest.raises(ConfigError, match=r'input.columns.query: .*none of the first 3 records has "title"'):
+            generate(config, **more)
+
+
+def test_a_mapping_that_is_gone_is_not_updated_to(tmp_path):
+    out = tmp_path / "out.jsonl"
+    generate(config_of(out, [{"id": "a", "question": "Why?"}]))
+    with pytest.raises(ConfigError, match="was started with a different config: columns: ") as refused:
+        generate(config_of(out, [{"id": "a", "query": "Why?"}]))
+    assert "--update" not in str(refused.value)
+
+
+def test_a_dry_update_reads_columns_by_their_names(tmp_path):
+    out = tmp_path / "out.jsonl"
+    config = config_of(out, [{"id": "a", "question": "Why?"}])
+    generate(config)
+    assert dry_update(config, limit=None, retry_failed=False, prune=False).again == []
