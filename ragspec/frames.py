@@ -39,12 +39,12 @@ def results(folder: str | PathLike[str]) -> Any:
 def benchmark(
     config: RunConfig | Mapping[str, Any] | str | PathLike[str],
     *,
-    methods: Sequence[str] = (),
-    batch_sizes: Sequence[int] = (),
+    methods: str | Sequence[str] = (),
+    batch_sizes: int | Sequence[int] = (),
     repeat: int = 3,
     limit: int | None = None,
     output: str | PathLike[str] | None = None,
-    plugins: Sequence[str | PathLike[str]] = (),
+    plugins: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
 ) -> Any:
     """Return how fast methods are on an input, as `ragspec benchmark` times them: a row per candidate.
 
@@ -77,9 +77,9 @@ def benchmark(
 
     _pandas()
     if plugins:
-        use_plugins([str(path) for path in plugins], known_methods)
+        use_plugins([str(path) for path in _each(plugins)], known_methods)
     chosen = choose_for_input(with_columns(checked_config(config))[0]).config
-    plan = make_plan(chosen, list(methods), list(batch_sizes))
+    plan = make_plan(chosen, _each(methods), _each(batch_sizes))
     for method in dict.fromkeys(candidate.config.speculation.method for candidate in plan):
         if is_local(method):
             raise ConfigError(
@@ -114,7 +114,9 @@ def evaluate(answers: str | PathLike[str], **given: Any) -> Any:
     return _frame(score(str(answers), **given).rows(), "score")
 
 
-def index(corpus: str | Sequence[str], index: str | PathLike[str], **settings: Any) -> Any:
+def index(
+    corpus: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | PathLike[str], **settings: Any
+) -> Any:
     """Build an index of documents, or bring it up to date; return what was done, in one row.
 
     Args:
@@ -129,12 +131,17 @@ def index(corpus: str | Sequence[str], index: str | PathLike[str], **settings: A
     from ragspec.retrieval.build import build
 
     _pandas()
-    paths = [corpus] if isinstance(corpus, str) else list(corpus)
+    paths = [str(path) for path in _each(corpus)]
     config = validate(RetrievalConfig, {"index": str(index), "corpus": paths, **settings}, "index")
     assert isinstance(config, RetrievalConfig)
     done = build(config)
     counts = ("added", "changed", "unchanged", "removed", "skipped", "chunks", "seconds")
     return _frame([{"index": str(index), **{name: getattr(done, name) for name in counts}}], "index")
+
+
+def _each(given: Any) -> list[Any]:
+    """Return what may be given as one or as several."""
+    return [given] if isinstance(given, str | PathLike | int) else list(given)
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], name: str) -> Any:

@@ -239,19 +239,31 @@ class Pipeline:
         if self._loaded:
             self.__exit__(None, None, None)
 
-    def ask(self, question: str, contexts: Sequence[Any] | None = None, *, hear: HearAnswer | None = None) -> Answer:
+    def ask(
+        self,
+        question: str,
+        contexts: str | Mapping[str, Any] | Iterable[Any] | None = None,
+        *,
+        hear: HearAnswer | None = None,
+    ) -> Answer:
         """Return the answer to one question.
 
         Args:
             question: The question.
-            contexts: Its passages: texts, or objects with `id`, `title` and `text`. By default none, or those that the
+            contexts: Its passages, in any form that a record's `contexts` may have: texts, or objects with `id`,
+                `title` and `text`; a single text or object is one passage. By default none, or those that the
                 config's `retrieval` finds.
             hear: As for `answers`.
 
         Raises:
             ConfigError: As for `answers`.
         """
-        record = {"query": question} if contexts is None else {"query": question, "contexts": list(contexts)}
+        record: dict[str, Any] = {"query": question}
+        if isinstance(contexts, Mapping):
+            record["contexts"] = dict(contexts)
+        elif contexts is not None:
+            several = isinstance(contexts, Iterable) and not isinstance(contexts, str)
+            record["contexts"] = list(contexts) if several else contexts
         (answer,) = self.answers([record], hear=hear)
         return answer
 
@@ -264,7 +276,7 @@ class Pipeline:
 
         Args:
             records: Records as the lines of an input file would have them, such as
-                `{"id": "q1", "query": "Why?", "contexts": ["a passage"]}`.
+                `{"id": "q1", "query": "Why?", "contexts": ["a passage"]}`; or one such record.
             hear: Called with each answer as it grows: an object with its `id`, its `text` and `reasoning` so far, and
                 the spans of the text that are `copied` from a passage. Only ragspec's engine calls it.
             progress: Show a bar, in a notebook too.
@@ -275,8 +287,12 @@ class Pipeline:
             `output`.
 
         Raises:
-            ConfigError: The iterator of an earlier call is neither exhausted nor closed.
+            ConfigError: The iterator of an earlier call is neither exhausted nor closed, or `records` is a text.
         """
+        if isinstance(records, str):
+            raise ConfigError("records: must be records, not a text; ask() answers a question, generate() reads a file")
+        if isinstance(records, Mapping):
+            records = [records]
         if self._answering:
             raise ConfigError("a pipeline answers one input at a time: exhaust the earlier iterator, or close() it")
         self._answering = True

@@ -8,6 +8,7 @@ import pytest
 
 import ragspec
 from ragspec.errors import ConfigError
+from ragspec.records import Passage
 from ragspec.speculation import methods, plugin_files
 from tests.conftest import write_jsonl
 
@@ -28,6 +29,29 @@ def test_a_pipeline_needs_no_with_and_no_load_config():
 def test_a_pipeline_takes_the_path_of_a_config(tmp_path):
     (tmp_path / "c.yaml").write_text("runner: fake\n")
     assert ragspec.Pipeline(tmp_path / "c.yaml").ask("Who?")["output"]
+
+
+@pytest.mark.parametrize(
+    ("contexts", "texts"),
+    [
+        ("Ann built it.", ["Ann built it."]),
+        ({"title": "T", "text": "Ann built it."}, ["Ann built it."]),
+        ({"title": ["T", "U"], "text": ["a", "b"]}, ["a", "b"]),
+        (("a", {"text": "b"}), ["a", "b"]),
+        ((text for text in "ab"), ["a", "b"]),
+        (Passage("p", "a"), ["a"]),
+    ],
+)
+def test_passages_of_a_question_may_have_any_form(contexts, texts):
+    pipeline = ragspec.Pipeline({**FAKE, "output": {"include": ["contexts"]}})
+    assert [each["text"] for each in pipeline.ask("Who?", contexts)["passages"]] == texts
+
+
+def test_one_record_is_a_record_and_a_text_is_none():
+    pipeline = ragspec.Pipeline(FAKE)
+    assert [answer["id"] for answer in pipeline.answers({"id": "q", "query": "Who?"})] == ["q"]
+    with pytest.raises(ConfigError, match="records: must be records, not a text"):
+        list(pipeline.answers("questions.jsonl"))
 
 
 def test_an_answer_is_a_dictionary_that_a_person_can_read():
@@ -81,7 +105,7 @@ def test_a_benchmark_is_a_frame(tmp_path):
     from ragspec import frames
 
     given = {**FAKE, "input": write_jsonl(tmp_path / "in.jsonl", [{"query": "a"}])}
-    found = frames.benchmark(given, methods=["none"], repeat=1, output=tmp_path / "out")
+    found = frames.benchmark(given, methods="none", repeat=1, output=tmp_path / "out")
     assert found.equals(frames.results(tmp_path / "out"))
     assert found.loc["none", "records"] == 1
 
@@ -92,7 +116,7 @@ def test_an_index_is_a_row(tmp_path):
     from ragspec import frames
 
     (tmp_path / "a.txt").write_text("The mill was built in 1871.")
-    done = frames.index(str(tmp_path / "a.txt"), tmp_path / "index")
+    done = frames.index(tmp_path / "a.txt", tmp_path / "index")
     assert done.loc[str(tmp_path / "index"), "added"] == 1
 
 
@@ -168,7 +192,7 @@ def test_a_benchmark_takes_drafters_from_files_and_refuses_those_of_this_process
     with pytest.raises(ConfigError, match=r'"here": it is registered in this process only.* plugins=\["FILE.py"\]'):
         frames.benchmark(given, methods=["none", "here"])
     (tmp_path / "there.py").write_text(DRAFTER)
-    found = frames.benchmark(given, methods=["none", "there"], repeat=1, plugins=[tmp_path / "there.py"])
+    found = frames.benchmark(given, methods=["none", "there"], repeat=1, plugins=tmp_path / "there.py")
     assert set(found.index) == {"none", "there"}
 
 
