@@ -53,6 +53,7 @@ def plan(
     from ragspec.cli.answer_view import stdout
     from ragspec.cli.tables import print_notes, print_plan, stderr, with_durations
     from ragspec.report.table import check_format
+    from ragspec.run.inspect import with_columns
     from ragspec.run.plan import make_plan
     from ragspec.run.price import Price
 
@@ -62,8 +63,9 @@ def plan(
     settings = [*overrides(None, max_new_tokens), *settings, *scaled(workers, None)]
     run_config, notes, _ = settings_of(config, settings, override, input=input, output=output)
     notes += unused_plugins(run_config, plugin)
+    run_config, read_as = with_columns(run_config)
     found = make_plan(run_config, limit=limit, sample=sample, prices=prices)
-    print_notes(stderr(), [*notes, *found.notes])
+    print_notes(stderr(), [*notes, *read_as, *found.notes])
     if format is None and sys.stdout.isatty():
         print_plan(stdout(), found.lines)
     else:

@@ -48,8 +48,9 @@ def retrieve(
     debug: Debug = False,
 ) -> None:
     """Add retrieved passages to records that have none."""
-    from ragspec.cli.tables import stderr
+    from ragspec.cli.tables import print_notes, stderr
     from ragspec.config.redaction import Redactor
+    from ragspec.run.inspect import with_names
     from ragspec.run.retrieve import measure, stream
 
     set_debug(debug)
@@ -57,6 +58,8 @@ def retrieve(
     found_as = {"top_k": top_k, "mode": mode, "reranker_model": reranker_model, "order": order}
     settings = retrieval_settings(console, config, override, builds=False, index=index, **found_as)
     where = input_of(input or source or "-", columns)
+    where, read_as = with_names(where, passages=False)
+    print_notes(console, read_as)
     with quiet_pipe(), Redactor(settings.model_dump()).over_errors():
         if evaluate:
             measure(settings, where, output, limit)

@@ -105,3 +105,23 @@ def test_kinds_of_nested_lists_are_written_in_the_plural(tmp_path):
         "list",
         "list of lists",
     ]
+
+
+def test_a_plan_reads_obvious_columns_too(tmp_path, table, monkeypatch):
+    monkeypatch.setenv("RAGSPEC_CACHE", str(tmp_path / "cache"))
+    done = invoke("plan", "--runner", "fake", "-i", table, "--format", "csv")
+    assert "reads question as query, passage as contexts" in done.stderr
+    assert "records,2," in done.stdout
+
+
+def test_retrieve_reads_obvious_columns_too(tmp_path):
+    pytest.importorskip("lancedb")
+    (tmp_path / "a.txt").write_text("The mill was built in 1871.")
+    assert invoke("index", tmp_path / "a.txt", "-o", tmp_path / "index").exit_code == 0
+    path = write_jsonl(tmp_path / "q.jsonl", [{"qid": "a", "question": "When was the mill built?"}])
+    done = invoke("retrieve", "--index", tmp_path / "index", path, "-o", tmp_path / "found.jsonl")
+    assert "reads qid as id, question as query" in done.stderr
+    (line,) = read_jsonl(tmp_path / "found.jsonl")
+    assert [passage["text"] for passage in line["contexts"]] == ["The mill was built in 1871."]
+    _, found = answered(tmp_path, tmp_path / "found.jsonl")
+    assert found == [("When was the mill built?", ["The mill was built in 1871."])]
