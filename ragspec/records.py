@@ -22,6 +22,10 @@ class Passage:
     title: str | None = None
     score: float | None = None
 
+    def __str__(self) -> str:
+        """Return the text, as a template expects that writes a passage itself."""
+        return self.text
+
 
 @dataclass(frozen=True, slots=True)
 class Record:

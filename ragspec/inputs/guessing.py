@@ -140,6 +140,19 @@ def _at(path: str, records: Sequence[dict[str, Any]]) -> Iterator[tuple[str | di
         yield mapping, sum(map(bool, parsed))
 
 
+def unread_passages(fields: dict[str, Any]) -> str:
+    """Return the name of a field that looks like passages, "" without one. fields: those that a record did not need."""
+    named = {plain_name(name): name for name, value in reversed(fields.items()) if _may_be_passages(name, value)}
+    return next((named[guess] for guess in GUESSES["contexts"] if guess in named), "")
+
+
+def _may_be_passages(name: str, value: Any) -> bool:
+    if not value or not (is_text(value) or isinstance(value, list | dict)):
+        return False
+    texts = value if isinstance(value, list) else [value]
+    return plain_name(name) not in VAGUE or not all(is_text(text) and _is_name(text) for text in texts)
+
+
 def _is_name(text: str) -> bool:
     """Return whether a text is an address or an identifier rather than something to read."""
     return text.isascii() and len(text.split()) == 1

@@ -17,7 +17,7 @@ from ragspec.config.redaction import revealed
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.models.stopping import thinking_after_prompt
-from ragspec.prompts.templates import Chat, compiled
+from ragspec.prompts.templates import Chat, compiled, uses_contexts
 from ragspec.prompts.untrusted_text import PromptText, as_text
 from ragspec.records import Passage, Record, Thinking, Tokenizer
 
@@ -57,6 +57,9 @@ class PromptBuilder:
         self._has_control_words = False  # whether the current record contains control words
         self._with_control_words = 0  # records that contained some
         self._template = compiled(config.template, ranks=config.show_ranks)
+        self._shows_passages = config.template is None or uses_contexts(config.template)
+        self._unshown = 0  # records whose passages the template does not use
+        self._after_answer = 0  # records whose last message is an answer that is not to be continued
 
     def build(self, record: Record, max_new_tokens: int, *, locate: bool = False, shrinks: bool = False) -> Prompt:
         """Return the prompt of `record`, leaving room for `max_new_tokens`.
@@ -71,6 +74,10 @@ class PromptBuilder:
             RecordError: the prompt is empty, does not fit, or cannot be made.
         """
         self._has_control_words = False
+        if record.contexts and not self._shows_passages:
+            self._unshown += 1
+            record = replace(record, contexts=(), order=None)
+        self._after_answer += self._ends_with_answer(record)
         prompt = self._build(record, max_new_tokens, shrinks)
         if not prompt.token_ids:
             raise RecordError("the prompt is empty; there is nothing to continue")
@@ -82,6 +89,12 @@ class PromptBuilder:
         self._with_control_words += self._has_control_words
         self._unformatted += self._lacks_template and (record.query is not None or record.messages is not None)
         return replace(prompt, places=self._places(prompt)) if locate and prompt.kept else prompt
+
+    def _ends_with_answer(self, record: Record) -> bool:
+        """Return whether a record's last message is an answer that the model is not to continue."""
+        if not record.messages or record.messages[-1]["role"] != "assistant":
+            return False
+        return not {**self._config.chat_template_kwargs, **record.template_args}.get("continue_final_message")
 
     def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Return how many of `max_new_tokens` fit after a prompt."""
@@ -234,6 +247,10 @@ class PromptBuilder:
             "prompt.allow_special_tokens is true": self._with_control_words,
             "records are queries or messages, and the model has no chat template: they are written as plain "
             "text": self._unformatted,
+            "records have passages that prompt.template does not use: write a loop over `contexts` into "
+            "it": self._unshown,
+            "records end with an assistant message, which is answered rather than continued; "
+            "prompt.chat_template_kwargs: {continue_final_message: true} continues it": self._after_answer,
             "prompts of token ids do not begin with the model's begin-of-sequence token": self._without_bos,
         }
         notes = [f"{count} {what}" for what, count in counted.items() if count]

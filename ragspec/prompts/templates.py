@@ -35,10 +35,13 @@ VARIABLES = ("query", "contexts", "best_first", "system", "metadata", "id", "cha
 
 
 def uses_contexts(template: str | None) -> bool:
-    """Return whether a config's own template uses passages; False for the default one."""
+    """Return whether a config's own template uses passages; False for the default one and for an invalid one."""
     if template is None:
         return False
-    parsed = ImmutableSandboxedEnvironment().parse(NAMED.get(template, template))
+    try:
+        parsed = ImmutableSandboxedEnvironment().parse(NAMED.get(template, template))
+    except TemplateError:  # compiled() reports it
+        return False
     return "contexts" in meta.find_undeclared_variables(parsed)
 
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from ragspec.errors import RecordError
 from ragspec.host.collection import old_objects_exempt
-from ragspec.inputs.columns import GUESSES
 from ragspec.inputs.feed import Feed, Spread
+from ragspec.inputs.guessing import unread_passages
 from ragspec.json_text import dumps
 from ragspec.outputs.answers import (
     FailedRecord,
@@ -200,12 +200,13 @@ class Answering:
 
 def _passages(flight: RecordInFlight) -> tuple[tuple[int, int] | None, str]:
     """Return the (kept, dropped) passage counts of a question's prompt, and a field that looks like unread passages."""
-    if flight.record.query is None:
-        return None, ""
+    record = flight.record
     kept, dropped = len(flight.prompt.kept), len(flight.prompt.dropped)
-    metadata = flight.record.metadata
-    unread = next((name for name in GUESSES["contexts"] if isinstance(metadata.get(name), list | dict)), "")
-    return (kept, dropped), "" if kept or dropped else unread
+    if kept or dropped:
+        return (kept, dropped), ""
+    if record.contexts:  # the template does not use them
+        return None, ""
+    return None if record.query is None else (0, 0), unread_passages(record.metadata)
 
 
 def with_contexts(task: RecordTask, hits: list[Hit]) -> RecordTask:

@@ -26,6 +26,7 @@ from ragspec.models.resolve import context_length, read_model_config, resolve, w
 from ragspec.models.tokenizer import load_tokenizer
 from ragspec.prompts.builder import canonical
 from ragspec.prompts.passage_order import PassageNumbers, computed, kept_places, shared_order
+from ragspec.prompts.templates import uses_contexts
 from ragspec.records import Record
 from ragspec.run import runner_choice
 from ragspec.run.session import check_runner, make_prompts
@@ -53,9 +54,13 @@ def examine_input(given: InputConfig) -> Finding:
 def examine_passages(config: RunConfig) -> Iterator[Finding]:
     """Yield how much passage text a run computes under each `prompt.order`, judged by the first records.
 
-    Yields nothing if those have no passages.
+    Yields nothing if those have no passages, and only a note if the template does not use them.
     """
     records = _first_records(config)
+    if config.prompt.template is not None and not uses_contexts(config.prompt.template):
+        if config.retrieval or any(record.contexts for record in records):
+            yield Finding("note", UNUSED)
+        return
     shares = passage_shares(config, records)
     if not shares:
         return
@@ -110,6 +115,7 @@ APART = (
     "prompt.template puts record-specific text (the question?) before the passages, so records cannot share a prefix, "
     "whatever prompt.order says; put {{ query }} after them"
 )
+UNUSED = "prompt.template does not use the records' passages: write a loop over `contexts` into it"
 ROW_TOKENS = 2048  # of one record, in the memory estimate
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Level = Literal["ok", "note", "error"]

@@ -33,7 +33,8 @@ class Observer(Protocol):
 class PassageCount:
     """Counts of answered questions and of those whose prompt has no passages.
 
-    without: had none. unfit: none of theirs fits. unread: had none, but a field that looks like passages.
+    without: had none. unfit: none of theirs fits. unread: had none, but a field that looks like passages. beside: other
+    records with such a field.
     """
 
     questions: int = 0
@@ -41,9 +42,14 @@ class PassageCount:
     unfit: int = 0
     unread: int = 0
     unread_name: str = ""
+    beside: int = 0
 
-    def add(self, kept: int, dropped: int, unread: str) -> None:
-        """Count one question."""
+    def add(self, passages: tuple[int, int] | None, unread: str) -> None:
+        """Count one record. passages: kept and dropped, None if it is no question."""
+        if passages is None:
+            self.beside += bool(unread)
+            return
+        kept, dropped = passages
         self.questions += 1
         if kept:
             return
@@ -72,6 +78,8 @@ class PassageCount:
                 "first one fits; raise prompt.max_prompt_tokens, lower sampling.max_new_tokens, or give shorter "
                 "passages"
             )
+        if self.beside:
+            found.append(f"{self.beside} records have passages beside messages or a prompt; only `query` uses them")
         return found
 
 
@@ -144,8 +152,7 @@ class ResultWriter:
 
     def _count(self, result: RecordResult) -> None:
         summary = self.summary
-        if result.passages is not None:
-            self._passages.add(*result.passages, result.unread)
+        self._passages.add(result.passages, result.unread)
         summary.count(result.prompt_tokens, result.costs)
         for cost in result.costs:
             summary.latency_s.add(cost.latency_s)

@@ -233,6 +233,10 @@ WITHOUT = {"query": "Why is it so?"}
 TEMPLATE = "{% for c in contexts %}{{ c.text }}{% endfor %}{{ query }}"
 
 
+BESIDE = "2 records have passages beside messages or a prompt; only `query` uses them"
+UNREAD = '"Passage" that is not read: see ragspec inspect'
+
+
 def notes(tmp_path, records, **more):
     write_jsonl(tmp_path / "in.jsonl", records)
     columns = more.pop("columns", {})
@@ -258,7 +262,19 @@ def notes(tmp_path, records, **more):
             {},
             '2 of 2 records have no passages; 2 with a field "passages" that is not read: see ragspec inspect',
         ),
-        ([{"prompt": "p", "contexts": ["x"]}] * 2, {"prompt": {"template": TEMPLATE}}, None),
+        ([{"prompt": "p", "contexts": ["x"]}] * 2, {"prompt": {"template": TEMPLATE}}, BESIDE),
+        ([{"messages": [{"role": "user", "content": "p"}], "documents": "x"}] * 2, {}, BESIDE),
+        ([{"prompt": "p", "sources": ["https://example.org"], "contexts": []}] * 2, {}, None),
+        (
+            [WITH, {**WITHOUT, "Passage": "text"}, WITHOUT],
+            {},
+            "2 of 3 records have no passages; 1 with a field " + UNREAD,
+        ),
+        (
+            [WITH] * 2,
+            {"prompt": {"template": "{{ query }}!"}},
+            "2 records have passages that prompt.template does not use: write a loop over `contexts` into it",
+        ),
     ],
 )
 def test_a_run_says_where_passages_are_missing(tmp_path, records, more, note):
@@ -283,3 +299,18 @@ def test_a_passage_whose_score_is_not_a_number_has_none(nan):
     """It compares with no other, so that a ranking by scores would depend on where it stands."""
     found = passages_of([{"text": "a", "score": nan}, {"text": "b", "score": "0.5"}])
     assert [passage.score for passage in found] == [None, 0.5]
+
+
+def test_passages_that_a_template_does_not_use_are_not_said_to_be_in_the_prompt(tmp_path):
+    given = {"output": {"path": str(tmp_path / "out.jsonl"), "include": ["contexts"]}}
+    notes(tmp_path, [WITH], prompt={"template": "{{ query }}!"}, **given)
+    (line,) = read_jsonl(tmp_path / "out.jsonl")
+    assert (line["contexts"], line["passages"]) == ([], [])
+
+
+def test_a_template_may_write_a_passage_itself(tmp_path):
+    notes(
+        tmp_path, [WITH], prompt={"template": '{{ contexts | join("+") }}{{ query }}'}, sampling={"max_new_tokens": 90}
+    )
+    assert "The tower is old." in read_jsonl(tmp_path / "out.jsonl")[0]["output"]
+    assert "Passage(" not in read_jsonl(tmp_path / "out.jsonl")[0]["output"]

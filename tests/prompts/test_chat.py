@@ -166,6 +166,16 @@ def test_a_final_message_is_continued_and_a_prompt_may_have_no_begin_of_an_answe
     assert written(PLAIN, bare)[0] == "<user> U\n"
 
 
+@pytest.mark.parametrize("where", ["record", "config", "nowhere"])
+def test_messages_that_end_with_an_answer_are_noted_unless_it_is_continued(where):
+    messages = ({"role": "user", "content": "U"}, {"role": "assistant", "content": "Because"})
+    args = {"continue_final_message": True}
+    record = Record("q", messages=messages, template_args=args if where == "record" else {})
+    _, builder = written(PLAIN, record, chat_template_kwargs=args if where == "config" else {})
+    noted = [note for note in builder.notes if "1 records end with an assistant message" in note]
+    assert len(noted) == (where == "nowhere")
+
+
 # -- what a template would leave out ---------------------------------------------------------------------------------
 
 ROLES = (

@@ -10,7 +10,7 @@ import pytest
 from ragspec.config.io import InputConfig
 from ragspec.config.load import build_config
 from ragspec.run import doctor
-from ragspec.run.doctor import examine_input
+from ragspec.run.doctor import examine_input, examine_passages
 from tests.cli.test_cli import ragspec
 from tests.conftest import SAMPLE, write_jsonl
 
@@ -139,3 +139,12 @@ def test_memory_is_that_of_the_gpus_that_the_run_uses(tiny, monkeypatch, args, r
     given = {"model": tiny, "runner": "huggingface", "runner_args": args, "speculation": {"method": "none"}}
     found = [each.text for each in doctor.examine_config(build_config(given), []) if "keys and values" in each.text]
     assert room in found[0]
+
+
+@pytest.mark.parametrize(("template", "noted"), [("{{ query }}!", True), ("{{ contexts[0] }}{{ query }}", False)])
+def test_a_template_that_does_not_use_the_passages_is_noted(tmp_path, template, noted):
+    given = write_jsonl(tmp_path / "in.jsonl", [{"query": "Why?", "contexts": ["a passage"]}])
+    config = build_config({"runner": "fake", "input": given, "prompt": {"template": template}})
+    texts = [finding.text for finding in examine_passages(config)]
+    assert len(texts) == 1
+    assert ("does not use the records' passages" in texts[0]) == noted
