@@ -27,29 +27,28 @@ VAGUE = {"evidence", "hits", "sources", "knowledge", "article", "background"}
 
 
 def first_rows(rows: Iterable[Any]) -> list[Any]:
-    """Return the values of the first rows, and later ones that hold passages or references that those lack."""
+    """Return the values of the first rows, and later ones that hold what those lack: passages, or a named reference."""
     rest = iter(rows)
     found = list(islice(rest, FIRST))
-    missing = {ours: set(GUESSES[ours]) for ours in ("contexts", "reference") if not _hold(found, GUESSES[ours])}
-    added = dict.fromkeys(missing, 0)
-    for value in islice(rest, LOOKED_AT - len(found)):
-        if not missing:
-            break
-        held = [ours for ours, names in missing.items() if _hold([value], names)]
+    sought = [ours for ours in ("contexts", "reference") if not _hold(found, ours)]
+    if not _hold(found, "reference", empty=True) and "reference" in sought:
+        sought.remove("reference")
+    added = dict.fromkeys(sought, 0)
+    for value in islice(rest, LOOKED_AT - FIRST if added else 0):
+        held = [ours for ours in added if added[ours] < FIRST and _hold([value], ours)]
         if held:
             found.append(value)
         for ours in held:
             added[ours] += 1
-            if added[ours] == FIRST:
-                del missing[ours]
+        if all(count == FIRST for count in added.values()):
+            break
     return found
 
 
-def _hold(values: Iterable[Any], names: Iterable[str]) -> bool:
-    """Return whether one of these rows has a value under one of these names."""
-    known = set(names)
+def _hold(values: Iterable[Any], ours: str, *, empty: bool = False) -> bool:
+    """Return whether one of these rows has a value under a usual name of a field. empty: or only the name."""
     return any(
-        field not in (None, "", [], {}) and plain_name(name) in known
+        plain_name(name) in GUESSES[ours] and (empty or field not in (None, "", [], {}))
         for value in values
         if isinstance(value, dict)
         for name, field in value.items()

@@ -98,7 +98,7 @@ def with_names(
     if not mapping:
         return given, []
     columns = validate(ColumnNames, mapping, "input.columns")
-    read = ", ".join(f"{_path_of(theirs)} as {ours}{_inside(theirs)}" for ours, theirs in mapping.items())
+    read = ", ".join(_said(ours, theirs) for ours, theirs in mapping.items())
     note = f"{given}: reads {read}, {by} (--columns FIELD=NAME says otherwise)"
     return given.model_copy(update={"columns": columns}), [note]
 
@@ -111,15 +111,12 @@ def _of_passages(records: Sequence[dict[str, Any]]) -> Mapping:
     return {}
 
 
-def _path_of(mapped: str | dict[str, str]) -> str:
-    return mapped if isinstance(mapped, str) else mapped["path"]
-
-
-def _inside(mapped: str | dict[str, str]) -> str:
-    """Return how a mapping reads the fields of passages, for the note."""
-    inner = {} if isinstance(mapped, str) else {ours: theirs for ours, theirs in mapped.items() if ours != "path"}
-    read = ", ".join(f"{ours} from {theirs}" for ours, theirs in inner.items())
-    return f" ({read})" if read else ""
+def _said(ours: str, mapped: str | dict[str, str]) -> str:
+    """Return how a field is read, for the note: `docs as contexts (text from chunk)`."""
+    fields = {"path": mapped} if isinstance(mapped, str) else {"path": ours, **mapped}
+    path = fields.pop("path")
+    inside = ", ".join(f"{inner} from {theirs}" for inner, theirs in fields.items())
+    return (path if path == ours else f"{path} as {ours}") + (f" ({inside})" if inside else "")
 
 
 def kind_of(value: Any) -> str:

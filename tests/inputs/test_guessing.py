@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ragspec.config.load import build_config
+from ragspec.inputs.guessing import first_rows
 from ragspec.run.generate import generate
 from ragspec.run.inspect import inspect, with_columns
 from tests.conftest import read_jsonl, write_jsonl
@@ -79,7 +80,7 @@ def test_passages_that_only_later_rows_have_are_found(tmp_path):
 
 
 def test_references_that_only_later_rows_have_are_found(tmp_path):
-    records = asked(30, context=LONG) + asked(1, context=LONG, expected_answer="Ann")
+    records = asked(30, context=LONG, expected_answer=None) + asked(1, context=LONG, expected_answer="Ann")
     assert mapped(tmp_path, records)[0]["reference"] == "expected_answer"
 
 
@@ -158,6 +159,14 @@ def test_an_expected_answer_comes_before_one_that_a_model_gave(tmp_path, name):
 def test_the_note_names_the_fields_of_passages(tmp_path):
     _, note = mapped(tmp_path, [{"question": "q", "ctxs": [{"doc_id": "d", "chunk": LONG}]}])
     assert "reads question as query, ctxs as contexts (id from doc_id, text from chunk), by the columns" in note
+    _, note = mapped(tmp_path, [{"question": "q", "contexts": [{"chunk": LONG}]}])
+    assert "reads question as query, contexts (text from chunk), by the columns" in note
+
+
+def test_rows_are_read_on_only_for_what_is_missing():
+    rows = iter([{"query": "q", "contexts": [LONG]}] * 30)
+    assert len(first_rows(rows)) == 20
+    assert len(list(rows)) == 10
 
 
 @pytest.mark.parametrize(
