@@ -694,9 +694,9 @@ def test_one_row_that_is_no_record_does_not_stop_an_update(out):
 
 def test_columns_that_can_no_longer_be_read_by_name_are_read_as_before(tmp_path):
     out = tmp_path / "out.jsonl"
-    config = config_of(out, [{"id": f"q{i}", "title": f"question {i}"} for i in range(3)])
-    mapped = config.model_copy(update={"input": config.input.model_copy(update={"columns": {"query": "title"}})})
-    generate(type(config).model_validate(mapped.model_dump()))
+    records = [{"id": f"q{i}", "title": f"question {i}"} for i in range(3)]
+    generate(config_of(out, records, input={"path": str(tmp_path / "in.jsonl"), "columns": {"query": "title"}}))
+    config = config_of(out, records)
     summary = generate(config)
     assert summary.skipped == 3
     assert any("reads title as query, as the output's other records were" in note for note in summary.notes)
