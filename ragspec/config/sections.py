@@ -212,7 +212,7 @@ class SpeculationConfig(Section):
     """Where drafts come from; see [Methods](#methods)."""
     num_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Draft length, in tokens. `auto`: as many as pay off for each record and step, possibly none (stock `generate()`:
-    its own default; `context` in vLLM: up to 16; vLLM's own methods: see [vLLM](../guide/runners.md#vllm))."""
+    its own default; `context` in vLLM: up to 15; vLLM's own methods: see [vLLM](../guide/runners.md#vllm))."""
     draft_model: Address | None = None
     """The draft model."""
     draft_tokenizer: Address | None = None

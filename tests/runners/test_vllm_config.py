@@ -261,6 +261,8 @@ def test_full_graphs_are_taken_where_vllms_own_tables_allow_them_for_ragged_batc
     config = EngineArgs(model=demo, dtype="float32").create_engine_config()
     config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
     assert allows_ragged_graphs(config) == allowed
+    config.model_config.attention_chunk_size = 8192
+    assert not allows_ragged_graphs(config), "attention in chunks has no graphs"
 
 
 @pytest.mark.vllm
@@ -290,6 +292,41 @@ def test_graphs_that_a_user_chose_are_left_alone(demo, monkeypatch, method, give
     if isinstance(chosen, dict) and mode == "FULL":
         assert chosen == {**given.get("compilation_config", {}), "cudagraph_mode": "FULL"}
     assert runner.about()["own_process"]
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    from ragspec.runners.vllm import plan
+
+    monkeypatch.setattr(plan.Plan, "on_cpu", property(lambda plan: False, lambda plan, found: None), raising=False)
+    monkeypatch.setattr(plan, "device_count", lambda: 1)
+    monkeypatch.setattr(plan, "free_gpu_bytes", lambda: 100)
+
+
+@pytest.mark.vllm
+def test_a_model_larger_than_the_gpu_is_left_to_vllm_if_a_part_stays_outside(demo, small_gpu):
+    pytest.importorskip("vllm")
+    from ragspec.runners.vllm.runner import Runner
+
+    config = {"model": demo, "runner": "vllm", "speculation": {"method": "none"}}
+    with pytest.raises(ConfigError, match="GiB"):
+        Runner(build_config(config)).check()
+    Runner(build_config(config | {"runner_args": {"cpu_offload_gb": 1}})).check()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_note_says_that_drafts_out_of_reach_are_not_paused(demo, monkeypatch, reachable):
+    """As those that vLLM schedules asynchronously, on a GPU."""
+    pytest.importorskip("vllm")
+    from ragspec.runners.vllm import plan
+    from ragspec.runners.vllm.runner import Runner
+
+    monkeypatch.setattr(plan, "is_reachable", lambda config: reachable)
+    speculation = {"method": "draft_model", "draft_model": demo}
+    runner = Runner(build_config({"model": demo, "runner": "vllm", "speculation": speculation}))
+    runner.check()
+    assert any(note.startswith("guard: drafts of draft_model are not paused") for note in runner.notes) is not reachable
 
 
 @pytest.mark.vllm

@@ -17,6 +17,7 @@ from ragspec.speculation.step_cost import FittedCost
 
 LIMIT = 6
 LONGEST = 400
+VOCABULARY = 1000
 
 
 def make(method="context", num_tokens=None, isolate=False, reach=LONGEST, native=True):
@@ -25,10 +26,10 @@ def make(method="context", num_tokens=None, isolate=False, reach=LONGEST, native
         SimpleNamespace(
             additional_config={"ragspec": settings},
             speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT),
-            model_config=SimpleNamespace(max_model_len=reach),
+            model_config=SimpleNamespace(max_model_len=reach, get_vocab_size=lambda: VOCABULARY),
         )
     )
-    proposer.follow(SimpleNamespace(requests={}, input_batch=SimpleNamespace(req_ids=[])))
+    proposer.follow(SimpleNamespace(requests={}, input_batch=SimpleNamespace(req_ids=[], num_logprobs={})))
     return proposer
 
 
@@ -257,6 +258,24 @@ def test_drafts_end_at_the_models_length():
         (draft,) = proposer.propose([[int(tokens[0, length - 1])]], np.array([length]), tokens)
         assert length + len(draft) < 54 or not draft
         assert draft or length > 51
+
+
+def test_drafts_are_as_long_as_log_probabilities_of_all_rows_have_room(monkeypatch):
+    monkeypatch.setattr(proposer_module, "LOGPROBS_BYTES", 8 * proposer_module.NUMBER_BYTES * VOCABULARY)
+    passage = list(range(40))
+    found = {False: set(), True: set()}  # (rows, longest draft) of steps
+    for asked in ({}, {"0": 2}):
+        proposer = make(num_tokens=LIMIT)
+        proposer.model_runner.input_batch.num_logprobs = asked
+        jobs = [Job([*passage, 900 + at], passage[5:30]) for at in range(4)]
+        scheduler = Scheduler(proposer, jobs)
+        scheduler.check = lambda job, draft, scheduler=scheduler, asked=asked: found[bool(asked)].add(
+            (len(scheduler.batch), len(draft))
+        )
+        scheduler.run()
+    assert max(draft for rows, draft in found[False] if rows == 4) == LIMIT
+    assert max(draft for rows, draft in found[True] if rows == 4) == 1
+    assert all(rows * (1 + draft) <= 8 for rows, draft in found[True])
 
 
 def test_auto_begins_with_the_passages_and_tries_the_other(monkeypatch):

@@ -25,6 +25,8 @@ def allows_ragged_graphs(config: Any) -> bool:
     model, mode = config.model_config, config.compilation_config.cudagraph_mode
     if mode is None or mode.name != DEFAULT or model.is_hybrid or model.is_attention_free:
         return False
+    if model.attention_chunk_size is not None:  # attention in chunks, as in Llama 4, has no graphs at all
+        return False
     heads, size = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
     spec = FullAttentionSpec(
         block_size=config.cache_config.block_size, num_kv_heads=heads, head_size=size, dtype=model.dtype

@@ -40,6 +40,7 @@ from ragspec.speculation.methods import PLAIN, registered
 CPU_KV_CACHE_BYTES = 2 << 30  # vLLM would reserve nearly all memory, and a benchmark loads several engines
 CPU_BLOCK = 32  # tokens; vLLM's 128 cache less of each shared prefix, smaller blocks lose its fast kernels
 
+SMALLER = {"quantization", "cpu_offload_gb", "offload_backend"}  # by these, weights take less of a GPU than their files
 NO_STORE = (
     "runner_args.prefix_store: only works with runner huggingface; for vLLM, pass its "
     "kv_offloading_size (GiB of memory) or kv_transfer_config in runner_args"
@@ -108,7 +109,8 @@ class Plan:
             check_build(spec, self.on_cpu, vllm_version)
             devices = None if self.on_cpu else device_count()
             self.notes += check_parallel(extra, spec, devices)
-            check_memory(self.model_name, self.source.path, free_bytes() if self.on_cpu else free_gpu_bytes())
+            if not SMALLER & extra.keys():
+                check_memory(self.model_name, self.source.path, free_bytes() if self.on_cpu else free_gpu_bytes())
             self.engine_args = self._make_engine_args(extra, spec)
             self.context_length: int | None = self._configure()
             self._check_sampling()
@@ -257,6 +259,9 @@ class Plan:
         self.undraftable = self.method != PLAIN and self.is_tried() and is_reachable(config)
         self.additions = self._additions() if self.method != PLAIN and self.is_tried() else None
         self.asynchronous = bool(config.scheduler_config.async_scheduling)
+        if self.additions is not None and self.additions.pauses is not None and not self.undraftable:
+            why = "schedules them asynchronously" if self.asynchronous else "has its devices in other processes"
+            self.notes.append(f"guard: drafts of {self.method} are not paused where they are slower, as vLLM {why}")
         self.rows = int(config.scheduler_config.max_num_seqs)
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.quantized = config.model_config.quantization is not None

@@ -30,6 +30,9 @@ from ragspec.speculation.methods import AUTO, VLLM, DrafterSettings, drafters_on
 from ragspec.speculation.step_cost import FittedCost
 from ragspec.structured.grammars import Grammars, Matcher
 
+LOGPROBS_BYTES = 1 << 29  # that vLLM may take for the log-probabilities of drafts
+NUMBER_BYTES = 9  # of each: two in float32, and whether it counts
+
 
 @dataclass(slots=True, eq=False)
 class Tracked:
@@ -292,7 +295,7 @@ class Proposer:
         """Return the slots that `method` drafts for, and their drafts."""
         if self._settings["num_tokens"] is None:  # stop drafting where no further token could pay
             follow_to(self._drafters[method], least_acceptance(len(rows), self.cost, 0))
-        most = self._settings["num_tokens"] or self._max_tokens
+        most = min(self._settings["num_tokens"] or self._max_tokens, self._most_with_logprobs())
         slots, drafters, limits, has_grammar = [], [], [], False
         for slot, row in rows.items():
             limit = min(most, row.end - row.length - 1)
@@ -306,6 +309,18 @@ class Proposer:
             return slots, drafts
         given = zip(slots, drafts, limits, strict=True)
         return slots, [self._joined(method, rows[slot], draft, limit) for slot, draft, limit in given]
+
+    def _most_with_logprobs(self) -> int:
+        """Return how long drafts may be because of log-probabilities, once a row of the batch asks for some.
+
+        vLLM 0.32 then makes room for all rows with as many tokens as the longest draft has (rejection_sampler.py), of
+        which its profile of memory knows nothing.
+        """
+        batch = self.model_runner.input_batch
+        if not batch.num_logprobs:
+            return self._max_tokens
+        tokens = LOGPROBS_BYTES // (NUMBER_BYTES * int(self._model_config.get_vocab_size()))
+        return max(0, int(tokens) // len(batch.req_ids) - 1)
 
     def _joined(self, method: str, row: Tracked, draft: Draft, limit: int) -> Draft:
         """Return a draft joined with what the row's grammar forces."""
