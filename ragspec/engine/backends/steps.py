@@ -411,9 +411,7 @@ class PagedSteps:
 
     def _capture_less(self, shape: StepShape, error: Exception) -> None:
         """Run steps of this shape's size, and larger ones, uncaptured from now on."""
+        if self._too_large == inf:
+            self.notes.append(f"graphs: some steps run without CUDA graphs, which is slower: {flat(error, 200)}")
         self._too_large = shape.size
         free_memory()
-        self.notes.append(
-            f"graphs: steps of {shape.size:,} tokens and more that are not captured yet run without CUDA graphs, which "
-            f"is slower: {flat(error, 200)}"
-        )
