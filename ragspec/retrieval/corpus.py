@@ -333,7 +333,7 @@ def _file_documents(file: Path, name: str, *, asked_for: bool = True) -> Iterato
             yield Skipped(str(file), "not a regular file")
             return
         if kind_of(name) in RECORDS:
-            yield from _record_documents(file, name)
+            yield from _record_documents(file, name, asked_for=asked_for)
             return
         raw = file.read_bytes()
         content = unpacked(raw)
@@ -363,8 +363,11 @@ class _Texts(Columns):
         return row
 
 
-def _record_documents(file: Path, name: str) -> Iterator[Document | Skipped]:
-    """Yield the documents of a JSON, CSV or TSV file; one Skipped if its first records are none."""
+def _record_documents(file: Path, name: str, *, asked_for: bool) -> Iterator[Document | Skipped | NonDocument]:
+    """Yield the documents of a JSON, CSV or TSV file; one Skipped if its first records are none.
+
+    JSON that is no list of records, such as a program's settings, is no document of a folder in which it was found.
+    """
     try:
         stream = Stream(str(file)).look()
         if stream.kind == "zip":
@@ -384,6 +387,8 @@ def _record_documents(file: Path, name: str) -> Iterator[Document | Skipped]:
             elif len(reasons) < len(first) or rows.names or reasons[-1].many:
                 yield from first
                 yield from items
+            elif len(first) == 1 and not asked_for:
+                yield NonDocument(file.suffix)
             else:  # one line, not one per record
                 yield Skipped(str(file), f"its first records are no documents: {reasons[0].why}; {AS_TEXT}")
     except ConfigError as error:

@@ -295,8 +295,6 @@ def test_the_digest_of_a_document_is_the_same_in_every_format(tmp_path):
             '[{"question": "Why?", "answer": "So."}, {"question": "Who?"}]',
             r'it has "question", "answer"; to re',
         ),
-        ("a.json", '{\n "name": "a package",\n "version": 1\n}', 'it has "name", "version"; to read the file as text'),
-        ("a.json", str(list(range(1000))), "its first records are no documents: a document is an object"),
         ("a.json", "[]", "empty: contains no documents"),
         ("a.json", "", "empty: contains no documents"),
         ("a.json", '[{"id": "a", "te', "it ends|ends in the middle"),
@@ -321,6 +319,24 @@ def test_a_file_of_records_without_documents_is_one_line(tmp_path, name, content
         assert isinstance(item, Skipped)
         assert re.search(why, item.why)
         assert len(item.why) < 300
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{\n "name": "a package",\n "version": 1\n}', 'it has "name", "version"; to read the file as text'),
+        (str(list(range(1000))), "its first records are no documents: a document is an object"),
+    ],
+)
+def test_json_that_is_no_list_of_records_is_no_document_of_a_folder(tmp_path, content, why):
+    file = tmp_path / "package.json"
+    file.write_text(content)
+    (named,) = of(file)
+    assert isinstance(named, Skipped)
+    assert why in named.why
+    (found,) = of(tmp_path)
+    assert isinstance(found, NonDocument)
+    assert found.ending == ".json"
 
 
 def test_bad_records_between_documents_are_left_out_one_by_one(tmp_path):
