@@ -21,7 +21,6 @@ from ragspec.engine.block_space import BlockSpace
 from ragspec.engine.constraint import Constraint
 from ragspec.engine.drafting import Drafting
 from ragspec.engine.kv.budget import KvBudget
-from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.result import StepResult
 from ragspec.engine.notes import Notes
@@ -99,8 +98,7 @@ class Engine:
         self._plain = type(proposer) is NoProposer  # no row will ever have a draft
         self._quiet = self._plain  # no row has one in this step or the coming one
         self._ahead: StepAhead | None = None
-        pool = model.cache if isinstance(model.cache, PagedCache) and model.cache.fixed else None
-        self._space = None if pool is None else BlockSpace(pool)
+        self._space = None if model.pool is None else BlockSpace(model.pool)
         self._exact = model.steps is not None and model.steps.exact
         self._sharing = PrefixGroups(model.frequencies.agree)
         self._constraint = Constraint(self.clock)

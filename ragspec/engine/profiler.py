@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import torch
 
-from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.layout import Layout, Segment
 from ragspec.engine.model.weight_layouts import PackedLinear
@@ -243,8 +242,8 @@ def probe(model: Model, rows: int) -> StepCost:
     Where the cache cannot grow, of as many of them as it has room for at the greatest reach.
     """
     asked = rows
-    if isinstance(model.cache, PagedCache) and model.cache.fixed:
-        rows = min(rows, model.cache.rows_of(_reaches(model)[1]))
+    if model.pool is not None:
+        rows = min(rows, model.pool.rows_of(_reaches(model)[1]))
     if model.steps is not None:  # few shapes, since each is compiled and captured, and the run's own
         shapes = [(1, 1), (1, FOUR), (min(4, rows), FOUR), (rows, 1), (rows, FOUR), (rows, FOUR**2)]
         segments = {count * tokens: [Segment(row, SHORT, tokens) for row in range(count)] for count, tokens in shapes}
@@ -293,8 +292,8 @@ def _reaches(model: Model) -> tuple[int, int]:
     """Return two context lengths that the model has positions for, since learned ones end with the context, and that a
     cache that cannot grow has room for."""
     longest = context_length(model.inner.config) or REACHES[1]
-    if isinstance(model.cache, PagedCache) and model.cache.fixed:
-        longest = min(longest, (model.cache.blocks - 1) * model.cache.size)
+    if model.pool is not None:
+        longest = min(longest, (model.pool.blocks - 1) * model.pool.size)
     return min(REACHES[0], longest // 2), min(REACHES[1], longest)
 
 

@@ -1,11 +1,11 @@
-"""Garbage collection that does not look at what stays.
+"""Garbage collection that skips what stays.
 
     >>> with collection_paused(): import torch, transformers
-    >>> with old_objects_exempt(): answer()
+    >>> with frozen_heap(): answer()
 
 Importing them creates half a million objects, all of which stay. Collecting meanwhile looks through them again and
 again and frees nothing: a seventh of the time of a one-shot `ask`. While a run answers, each full collection would
-hold up a GPU for a third of a second or more; vLLM's engine exempts what is loaded too.
+hold up a GPU for a third of a second or more; vLLM's engine freezes what is loaded too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def collection_paused() -> Iterator[None]:
 
 
 @contextmanager
-def old_objects_exempt() -> Iterator[None]:
-    """Exempt the objects that exist from collection, unless somebody has exempted some already."""
+def frozen_heap() -> Iterator[None]:
+    """Keep the collector from scanning objects that exist already; nothing if the caller has frozen some itself."""
     mine = not gc.get_freeze_count()
     if mine:
         gc.freeze()
@@ -41,6 +41,6 @@ def old_objects_exempt() -> Iterator[None]:
 
 
 def collect_all() -> None:
-    """Collect at once, among all objects: exempt ones are so no longer."""
+    """Unfreeze all objects, and run a full collection."""
     gc.unfreeze()
     gc.collect()

@@ -30,10 +30,9 @@ def first_rows(rows: Iterable[Any]) -> list[Any]:
     """Return the values of the first rows, and later ones that hold what those lack: passages, or a named reference."""
     rest = iter(rows)
     found = list(islice(rest, FIRST))
-    sought = [ours for ours in ("contexts", "reference") if not _hold(found, ours)]
-    if not _hold(found, "reference", empty=True) and "reference" in sought:
-        sought.remove("reference")
-    added = dict.fromkeys(sought, 0)
+    added = dict.fromkeys((ours for ours in ("contexts", "reference") if not _hold(found, ours)), 0)
+    if not _hold(found, "reference", empty=True):
+        added.pop("reference", None)
     for value in islice(rest, LOOKED_AT - FIRST if added else 0):
         held = [ours for ours in added if added[ours] < FIRST and _hold([value], ours)]
         if held:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ragspec.errors import RecordError
-from ragspec.host.collection import old_objects_exempt
+from ragspec.host.collection import frozen_heap
 from ragspec.inputs.feed import Feed, Spread
 from ragspec.inputs.guessing import unread_passages
 from ragspec.json_text import dumps
@@ -119,7 +119,7 @@ class Answering:
 
     def outcomes(self, requests: Feed[Request]) -> Iterator[None]:
         """Run the requests; yield after each outcome."""
-        with old_objects_exempt():
+        with frozen_heap():
             for outcome in self._runner.generate(requests):
                 self._finish(outcome)
                 yield

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from ragspec.host.collection import collect_all, collection_paused, old_objects_exempt
+from ragspec.host.collection import collect_all, collection_paused, frozen_heap
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +42,12 @@ class Cycle:
 
 def test_old_objects_are_exempt_meanwhile_and_new_ones_are_not():
     old = weakref.ref(Cycle())
-    with suppress(KeyError), old_objects_exempt():
+    with suppress(KeyError), frozen_heap():
         new = weakref.ref(Cycle())
         gc.collect()
         assert old() is not None
         assert new() is None
-        with old_objects_exempt():
+        with frozen_heap():
             pass
         gc.collect()
         assert old() is not None, "what ends inside another does not end that"
@@ -59,6 +59,6 @@ def test_old_objects_are_exempt_meanwhile_and_new_ones_are_not():
 
 def test_all_objects_are_collected_on_request():
     old = weakref.ref(Cycle())
-    with old_objects_exempt():
+    with frozen_heap():
         collect_all()
         assert old() is None

@@ -228,6 +228,11 @@ class Model:
         """Places for drafts beside prompts, all of which are computed if there is a draft (StepShapes.places)."""
         return 0 if self.steps is None else self.steps.shapes.places(self.cache.rows)
 
+    @property
+    def pool(self) -> PagedCache | None:
+        """The cache, if it is in blocks and cannot grow."""
+        return self.cache if isinstance(self.cache, PagedCache) and self.cache.fixed else None
+
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""
         if self.steps is not None:

@@ -57,8 +57,8 @@ def one_line(error: Exception) -> str:
 NAMES = {"prompt_lookup": "ngram"}
 PROPOSER = "ragspec.runners.vllm.proposer.Proposer"
 EXTENSION = "ragspec.runners.vllm.inside.WorkerExtension"
-# of our proposer, if draft lengths are chosen during the run. With 15, rows have up to 16 tokens: vLLM rounds the sizes
-# of its CUDA graphs up to multiples of that, and most are.
+# of our proposer, if draft lengths are chosen during the run. With 15, a row has up to 16 tokens, and vLLM rounds the
+# sizes of its CUDA graphs up to multiples of that: most of them are already
 MAX_DRAFT_TOKENS = 15
 # vLLM versions tested with our proposer, and how: the custom_class interface is experimental.
 TRIED = {
