@@ -106,14 +106,14 @@ class Worker:
         """Queue records, and return a packed WorkerMessage with finished ones; wait up to `wait_s` seconds for some.
 
         Args:
-            number: Of this message. A repeated number gets the same reply and queues nothing twice.
+            number: Of this message. A repeated or overtaken one gets the latest reply; it queues and takes nothing.
             packed: Packed list of tasks.
             end: What ends with these records, if anything.
             take_back: How many waiting records to give back.
             wait_s: Longest wait for a result.
         """
         with self._exchanging:
-            if number != self._last_number:
+            if number > self._last_number:  # nobody reads the reply to an overtaken message: results would be lost in it
                 self._last_reply = pack(self._exchange(unpack(packed), end, take_back, wait_s))
                 self._last_number = number
             return self._last_reply

@@ -93,6 +93,17 @@ def test_a_message_that_comes_again_is_taken_in_once_and_answered_alike(tmp_path
     assert (word.waiting, word.lines, word.returned) == (2, [], [3])
 
 
+def test_a_message_that_comes_after_a_later_one_takes_nothing(tmp_path, monkeypatch):
+    outbox = ResultBuffer()
+    monkeypatch.setattr("ragspec.run.ray.worker.ResultBuffer", lambda: outbox)
+    worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
+    worker.exchange(2, pack(asked(1)), "pass", 0, 0.0)
+    outbox.put(RecordResult(0, b"{}", 0, []))
+    worker.exchange(1, pack([]), None, 0, 0.0)
+    word = unpack(worker.exchange(3, pack(asked(2)), None, 0, 0.0))
+    assert (word.waiting, len(word.lines)) == (2, 1)
+
+
 def test_passes_follow_each_other_and_none_sees_what_belongs_to_the_next():
     inbox = Mailbox()
     inbox.add(asked(1, 2), "pass")
