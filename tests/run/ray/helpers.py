@@ -1,10 +1,16 @@
 """Runs on workers, and what became of them."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
 
 from ragspec.config.load import build_config
 from ragspec.run.generate import generate
@@ -59,6 +65,23 @@ def while_it_runs(output, do):
     return thread
 
 
-def ragspec(*args):
-    command = [sys.executable, "-m", "ragspec", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+def ragspec(*args, patience_s=300):
+    """Run a command; one that hangs is ended and says where it hung."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ragspec", *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )
+    try:
+        out, err = process.communicate(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):  # they print their stacks
+            each.send_signal(signal.SIGABRT)
+            each.wait(10)
+        out, err = process.communicate()
+        logs = [path.read_text() for each in args if Path(each).is_dir() for path in Path(each).rglob("*.log")]
+        pytest.fail("\n".join([f"hung for {patience_s} s: {process.args}", out, err, *logs]))
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
