@@ -113,7 +113,7 @@ class Worker:
             wait_s: Longest wait for a result.
         """
         with self._exchanging:
-            if number > self._last_number:  # nobody reads the reply to an overtaken message: results would be lost in it
+            if number > self._last_number:  # results in a reply to an overtaken message would be lost
                 self._last_reply = pack(self._exchange(unpack(packed), end, take_back, wait_s))
                 self._last_number = number
             return self._last_reply
