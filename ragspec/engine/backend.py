@@ -228,10 +228,14 @@ class EngineBackend:
 
     def _capture(self, rows: int) -> None:
         """Capture the steps that a run of `rows` rows is likely to need."""
-        steps, started = self._model.steps, time.perf_counter()
-        if steps is not None and steps.captures and self._model.device.type == "cuda":
-            rows = min(rows, steps.cache.rows_of(REACHES[1]))
-            count = steps.capture(rows, drafts=self._method != PLAIN)
+        started, count = time.perf_counter(), 0
+        for model in self._models:
+            steps = model.steps
+            if steps is not None and steps.captures:
+                most = rows if model.pool is None else min(rows, model.pool.rows_of(REACHES[1]))
+                several = model is self._draft or self._method != PLAIN  # a draft model reads what was accepted
+                count += steps.capture(most, drafts=several)
+        if count:
             self.notes.add(f"graphs: {count} steps captured in {time.perf_counter() - started:.0f} s")
 
     def _measured(self, records: int | None) -> int:

@@ -15,6 +15,7 @@ from ragspec.engine.backend import EngineBackend, Speculation
 from ragspec.engine.backends import paged_attention
 from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import PagedAttention, StepTensors, flex, gathered
+from ragspec.engine.backends.steps import PagedSteps
 from ragspec.engine.kv.budget import budget_over
 from ragspec.engine.kv.cache import LayerCache
 from ragspec.engine.kv.paged_cache import BLOCK, PagedCache
@@ -199,6 +200,26 @@ def test_answers_of_a_spread_model_are_those_of_one_device(words, gpus, as_on_gp
     about = backend.about()
     assert (about["attention"], about["captured_steps"], about["compiled"]) == ("flex", 0, False)
     assert not [note for note in backend.notes if note.startswith(("graphs", "compile", "attention"))]
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_steps_of_all_models_are_captured_ahead(words, plain, method, monkeypatch):
+    asked, capture = [], PagedSteps.capture
+
+    def recorded(steps, rows, drafts):
+        asked.append((rows, drafts, capture(steps, rows, drafts)))
+        return asked[-1][-1]
+
+    monkeypatch.setattr(PagedSteps, "capture", recorded)
+    draft = build("llama", words) if method == "draft_model" else None
+    backend = engine(build("llama", words), words, method, draft, attention="flex", graphs="emulate")
+    backend.warm_up(2)
+    assert asked == []
+    backend.warm_up(9)
+    assert [(rows, drafts) for rows, drafts, _ in asked] == [(3, method != "none")] * (1 + (draft is not None))
+    assert min(count for _, _, count in asked) > 5
+    assert any(f"graphs: {sum(count for _, _, count in asked)} steps captured" in note for note in backend.notes)
+    assert answers(backend, words) == plain
 
 
 @pytest.mark.parametrize("graphs", ["auto", "on"])
