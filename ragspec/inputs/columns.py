@@ -33,7 +33,7 @@ GUESSES = {
     "contexts": (
         *("contexts", "retrieved_contexts", "retrieval_context", "retrieved_passages", "retrieved_documents"),
         *("retrieved_docs", "retrieved_chunks", "passages", "context", "passage", "documents", "docs", "ctxs"),
-        *("chunks", "source_documents", "source_nodes", "search_results", "search_hits", "hits", "snippets"),
+        *("chunks", "source_documents", "source_nodes", "search_results", "search_hits", "hits", "matches", "snippets"),
         *("paragraphs", "positive_passages", "positive_ctxs", "reference_contexts", "evidence", "sources"),
         *("knowledge", "article", "background"),
     ),

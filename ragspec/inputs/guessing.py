@@ -22,6 +22,8 @@ from ragspec.inputs.values import is_text
 Mapping = dict[str, str | dict[str, str]]
 FIRST = 20  # rows
 OPTIONAL = ("id", "reference")  # keys that a mapping can do without
+ELSE = {name for ours, names in GUESSES.items() if ours != "contexts" for name in names}  # names of other fields
+LONG = 60  # characters on average; texts of lists under unusual names that are shorter may be labels
 # names of passages that often are something else, such as addresses: only what reads as text is taken
 VAGUE = {"evidence", "hits", "sources", "knowledge", "article", "background"}
 
@@ -80,7 +82,7 @@ def guessed(values: Sequence[Any]) -> Mapping:
             some = {ours: theirs for ours, theirs in mapping.items() if ours not in left_out}
             if 2 * _parsed(records, some) >= len(records):
                 return some
-    return mapping if refused else {}
+    return mapping if refused or _context_names(records) else {}
 
 
 def _name_of(records: Sequence[dict[str, Any]], ours: str) -> str:
@@ -141,7 +143,20 @@ def _at(path: str, records: Sequence[dict[str, Any]]) -> Iterator[tuple[str | di
 def unread_passages(fields: dict[str, Any]) -> str:
     """Return the name of a field that looks like passages, "" without one. fields: those that a record did not need."""
     named = {plain_name(name): name for name, value in reversed(fields.items()) if _may_be_passages(name, value)}
-    return next((named[guess] for guess in GUESSES["contexts"] if guess in named), "")
+    usual = next((named[guess] for guess in GUESSES["contexts"] if guess in named), "")
+    return usual or next((name for name, value in fields.items() if _look_like_passages(name, value)), "")
+
+
+def _look_like_passages(name: str, value: Any) -> bool:
+    """Return whether a list under an unusual name holds long texts, or objects of which one field is such a text."""
+    if not isinstance(value, list) or plain_name(name) in ELSE:
+        return False
+    if any(isinstance(item, dict) and "role" in item for item in value):  # messages
+        return False
+    columns, texts = Columns({"contexts": {"path": name, **guessed_fields([value])}}), list[str]()
+    with suppress(RecordError):
+        texts = [passage.text for passage in passages_of(columns.of({name: value})["contexts"])]
+    return bool(texts) and sum(map(len, texts)) >= LONG * len(texts)
 
 
 def _may_be_passages(name: str, value: Any) -> bool:

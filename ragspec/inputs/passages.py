@@ -3,9 +3,10 @@
 >>> [passage.text for passage in passages_of({"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]})]
 ['One. Two.', 'Three.']
 
-The shapes: a text, an object, or a list of them; parallel lists, as in Hugging Face datasets; HotpotQA's `[title,
-[sentence, ...]]`; texts by their ids; any of these as JSON in a text. Limit: a text that looks like a list and is not
-JSON is refused, since it would become one odd passage.
+The shapes: a text, an object, or a list of them; parallel lists, as in Hugging Face datasets, or as Chroma returns for
+one query; HotpotQA's `[title, [sentence, ...]]`; `[passage, score]`; LangChain's serialized objects; texts by their
+ids; any of these as JSON in a text. Limit: a text that looks like a list and is not JSON is refused, since it would
+become one odd passage.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from ragspec.records import Passage
 
 FIELDS = ("id", "title", "text", "score")
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")  # as JSON writes one
-# common names, the likeliest first; also searched one level down (LangChain's metadata, LlamaIndex's node)
+# common names, the likeliest first; also searched inside objects (LangChain's metadata, LlamaIndex's node)
 NAMES = {
     "text": (
         *("text", "body", "content", "page_content", "passage", "passage_text", "chunk", "chunk_text", "document"),
-        *("document_text", "paragraph", "paragraph_text", "contents", "snippet", "sentences"),
+        *("document_text", "paragraph", "paragraph_text", "contents", "snippet", "sentences", "texts", "documents"),
     ),
     "title": ("title", "heading", "name", "document_title", "section", "source", "file_name", "file"),
     "id": (
         *("id", "doc_id", "_id", "docid", "document_id", "passage_id", "pid", "chunk_id", "id_", "node_id", "uuid"),
-        *("idx", "source"),
+        *("idx", "source", "ids"),
     ),
     "score": ("score", "similarity", "relevance", "relevance_score", "similarity_score", "_score", "rank_score"),
 }
@@ -62,10 +63,11 @@ def listed(value: Any) -> list[Any]:
     if isinstance(value, dict) and _are_by_id(value):
         return [{"id": name, "text": text} for name, text in value.items()]
     if isinstance(value, dict):
-        return _transposed(value) if _are_columns(value) else [value]
+        value = _of_one_query(value)
+        return _transposed(value) if _are_columns(value) else [_plain(value)]
     if not isinstance(value, list):
         raise RecordError(f'"contexts" must be a list of strings or objects, got {kind(value)}')
-    return [_titled(item) if _is_titled(item) else item for item in value]
+    return [_plain(item) for item in value]
 
 
 def _from_json(text: str) -> Any:
@@ -127,9 +129,17 @@ def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
 
 
 def _paths(ours: str, records: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
-    """Return the candidate paths of a field: top-level names first, then names one level down."""
-    inside = {name for items in records for item in items for name, value in item.items() if isinstance(value, dict)}
-    return [*NAMES[ours], *(f"{outer}.{name}" for name in NAMES[ours] for outer in sorted(inside))]
+    """Return the candidate paths of a field: top-level names first, then names one and two levels down."""
+    items = [item for each in records for item in each]
+    outer = _objects_in(items)
+    inner = [f"{name}.{more}" for name in outer for more in _objects_in([item.get(name) for item in items])]
+    return [*NAMES[ours], *(f"{path}.{name}" for paths in (outer, inner) for name in NAMES[ours] for path in paths)]
+
+
+def _objects_in(items: Sequence[Any]) -> list[str]:
+    """Return the names under which some objects hold others."""
+    objects = [item for item in items if isinstance(item, dict)]
+    return sorted({name for item in objects for name, value in item.items() if isinstance(value, dict)})
 
 
 def _fits(ours: str, path: str, records: Sequence[Sequence[dict[str, Any]]]) -> bool:
@@ -159,9 +169,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _at(item: dict[str, Any], path: str) -> Any:
-    outer, dot, name = path.rpartition(".")
-    inner = item.get(outer) if dot else item
-    return inner.get(name) if isinstance(inner, dict) else None
+    found: Any = item
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _text_among(paths: Sequence[str], records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
@@ -239,12 +250,30 @@ def _transposed(columns: dict[str, list[Any]]) -> list[Any]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _is_titled(item: Any) -> bool:
-    return isinstance(item, list) and len(item) == 2 and is_text(item[0]) and _are_sentences(item[1])
+def _of_one_query(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the parallel lists of what Chroma returns, which has each in a list of queries; other objects as given."""
+    lists = {
+        name: column[0]
+        for name, column in value.items()
+        if isinstance(column, list) and len(column) == 1 and isinstance(column[0], list)
+    }
+    return lists if {"ids", "documents"} <= lists.keys() else value
 
 
-def _titled(item: list[Any]) -> dict[str, Any]:
-    return {"title": item[0], "sentences": item[1]}
+def _plain(item: Any) -> Any:
+    """Return a passage of one of the other shapes as a text or an object; what is none of them as given."""
+    if isinstance(item, dict):
+        return item["kwargs"] if "lc" in item and isinstance(item.get("kwargs"), dict) else item
+    if not isinstance(item, list) or len(item) != 2:
+        return item
+    first, second = item
+    if is_text(first) and _are_sentences(second):
+        return {"title": first, "sentences": second}
+    if is_text(first) and isinstance(second, float):  # a whole number may count sentences
+        return {"text": first, "score": second}
+    if isinstance(first, dict) and isinstance(second, float | int) and not isinstance(second, bool):
+        return {**_plain(first), "score": second}
+    return item
 
 
 def _are_sentences(value: Any) -> bool:

@@ -224,3 +224,10 @@ def test_passages_whose_text_is_not_clear_are_refused_rather_than_cut(tmp_path, 
 def test_json_in_a_text_is_read(tmp_path, name, text, texts):
     path = Path(write_jsonl(tmp_path / "in.jsonl", [{"id": "a", name: "q", "context": text}]))
     assert run(path)[0] == {"a": texts}
+
+
+def test_passages_that_cannot_be_read_are_what_the_error_is_about(tmp_path):
+    path = Path(write_jsonl(tmp_path / "in.jsonl", asked(3, contexts=[3])))
+    _, failed, _ = run(path)
+    assert set(failed) == {"q0", "q1", "q2"}
+    assert all('"contexts" item 1 must be a string or an object' in message for message in failed.values())

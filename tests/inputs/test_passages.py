@@ -37,6 +37,10 @@ FORMS = {
         {"id": ["x", "y"], "text": ["a", "b"], "score": [1, 2]},
         [Passage("x", "a", None, 1.0), Passage("y", "b", None, 2.0)],
     ),
+    "with scores": (
+        [[{"text": "a", "id": "x"}, 3], ["b", 0.5], [{"text": "c"}, -1.5]],
+        [Passage("x", "a", None, 3.0), Passage("2", "b", None, 0.5), Passage("3", "c", None, -1.5)],
+    ),
     "an id of floats": ([{"id": 3.0, "text": "a"}], [Passage("3", "a")]),
 }
 
@@ -73,6 +77,9 @@ def test_ids_of_passages_come_before_made_ones(given, ids):
             r'item 1: "text" must be a string, got nothing; it has "doc", "body": input.columns',
         ),
         ([["A", ["b", 3]]], "item 1 must be a string or an object"),
+        ([["The tower", 3]], "item 1 must be a string or an object"),
+        ([[{"text": "a"}, True]], "item 1 must be a string or an object"),
+        ({"ids": [["x"], ["y"]], "documents": [["a"], ["b"]]}, '"text" must be a string, got nothing'),
         ([{"text": "a", "score": "high"}], '"score" must be a number, got a string'),
         ([{"text": "a", "id": 1.5}], '"id" must be a string or a whole number'),
     ],
@@ -105,6 +112,42 @@ OUTSIDE = {
         {"question": "q", "context": [{"page_content": LONG, "metadata": {"source": "a"}}] * 2},
         {"query": "question", "contexts": {"path": "context", "title": "metadata.source", "text": "page_content"}},
         [Passage("1", LONG, "a"), Passage("2", LONG, "a")],
+    ),
+    "LangChain, serialized with scores": (
+        {
+            "input": "q",
+            "context": [
+                [{"lc": 1, "id": ["Document"], "kwargs": {"page_content": LONG, "metadata": {"source": name}}}, 0.5]
+                for name in "ab"
+            ],
+        },
+        {"query": "input", "contexts": {"path": "context", "id": "metadata.source", "text": "page_content"}},
+        [Passage("a", LONG, None, 0.5), Passage("b", LONG, None, 0.5)],
+    ),
+    "LlamaIndex's newer nodes": (
+        {"query": "q", "source_nodes": [{"node": {"id_": "n", "text_resource": {"text": LONG}}, "score": 0.5}]},
+        {"contexts": {"path": "source_nodes", "id": "node.id_", "text": "node.text_resource.text"}},
+        [Passage("n", LONG, None, 0.5)],
+    ),
+    "Chroma": (
+        {
+            "question": "q",
+            "contexts": {
+                "ids": [["x", "y"]],
+                "documents": [[LONG, "b"]],
+                "metadatas": [[{"page": 1}, None]],
+                "distances": [[0.1, 0.4]],
+                "embeddings": None,
+                "included": ["documents", "metadatas", "distances"],
+            },
+        },
+        {"query": "question", "contexts": {"path": "contexts", "id": "ids", "text": "documents"}},
+        [Passage("x", LONG), Passage("y", "b")],
+    ),
+    "Pinecone": (
+        {"question": "q", "matches": [{"id": "m", "score": 0.8, "metadata": {"text": LONG}}]},
+        {"query": "question", "contexts": {"path": "matches", "text": "metadata.text"}},
+        [Passage("m", LONG, None, 0.8)],
     ),
     "LlamaIndex": (
         {"query": "q", "source_nodes": [{"node": {"id_": "n", "text": LONG, "metadata": {}}, "score": 0.5}]},
@@ -166,11 +209,15 @@ OUTSIDE = {
 }
 
 
+# Parquet has no lists of two types, and no empty structs
+MIXED = {"HotpotQA", "BEIR's queries", "LlamaIndex", "LangChain, serialized with scores"}
+
+
 @pytest.mark.parametrize("write", [write_jsonl, as_parquet, as_arrow])
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_inspect_offers_the_mapping_that_reads_them(tmp_path, name, write):
     record, mapping, passages = OUTSIDE[name]
-    if write is not write_jsonl and name in ("HotpotQA", "BEIR's queries", "LlamaIndex"):
+    if write is not write_jsonl and name in MIXED:
         pytest.skip("Parquet has no lists of two types, and no empty structs")
     path = tmp_path / "in"
     write(path, [record])
@@ -230,6 +277,7 @@ def test_a_passage_that_lacks_the_mapped_text_is_that_records_error(tmp_path):
 
 WITH = {"query": "Why is it so?", "contexts": ["The tower is old."]}
 WITHOUT = {"query": "Why is it so?"}
+SAYING = "The old tower stands on a hill above the river, and it was built of red stone in 1871."
 TEMPLATE = "{% for c in contexts %}{{ c.text }}{% endfor %}{{ query }}"
 
 
@@ -265,6 +313,21 @@ def notes(tmp_path, records, **more):
         ([{"prompt": "p", "contexts": ["x"]}] * 2, {"prompt": {"template": TEMPLATE}}, BESIDE),
         ([{"messages": [{"role": "user", "content": "p"}], "documents": "x"}] * 2, {}, BESIDE),
         ([{"prompt": "p", "sources": ["https://example.org"], "contexts": []}] * 2, {}, None),
+        (
+            [WITH, {**WITHOUT, "found_for_you": [{"nr": 3, "inhalt": SAYING}]}, {**WITHOUT, "found": [SAYING]}],
+            {},
+            '2 of 3 records have no passages; 2 with a field "found_for_you" that is not read: see ragspec inspect',
+        ),
+        (
+            [
+                {**WITHOUT, "history": [{"role": "user", "content": SAYING}]},
+                {**WITHOUT, "answers": [SAYING]},
+                {**WITHOUT, "choices": ["yes", "no", "It is not known when."]},
+                {**WITHOUT, "tags": [["a", 3], 7, None, {}]},
+            ],
+            {},
+            None,
+        ),
         (
             [WITH, {**WITHOUT, "Passage": "text"}, WITHOUT],
             {},
