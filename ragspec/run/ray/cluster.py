@@ -204,7 +204,13 @@ class Cluster:
     def death_errors(self) -> tuple[type[Exception], ...]:
         """Return the errors of a call whose actor is dead."""
         errors = self._ray.exceptions
-        return (errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError)
+        return (
+            errors.RayActorError,
+            errors.WorkerCrashedError,
+            errors.NodeDiedError,
+            errors.ObjectLostError,
+            errors.OutOfMemoryError,  # Ray killed the actor, since its machine runs out of memory
+        )
 
 
 def _check_answers(address: str) -> None:

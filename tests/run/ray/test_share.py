@@ -67,3 +67,14 @@ def test_an_engine_of_several_gpus_stays_in_its_worker():
     assert found.output.storage_options == {}
     own = config.model_copy(update={"runner_args": {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}})
     assert own.of_workers().runner_args["distributed_executor_backend"] == "ray"
+
+
+@pytest.mark.ray
+def test_a_worker_that_ray_kills_for_its_memory_is_a_death(monkeypatch):
+    import ray
+
+    there = There({"workers": 2}, (2, 0))
+    monkeypatch.setattr(there, "_ray", ray)
+    error = ray.exceptions.OutOfMemoryError("1 worker(s) were killed\ndue to the node running low on memory.")
+    assert isinstance(error, there.death_errors())
+    assert there.reason(error) == "1 worker(s) were killed due to the node running low on memory."
