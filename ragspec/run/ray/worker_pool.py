@@ -68,7 +68,8 @@ class WorkerHandle:
     def send(self, tasks: list[Any], end: End | None = None) -> None:
         """Send records and ask for results. end: what ends with these records, if anything."""
         self._messages += 1
-        self._call("exchange", self._messages, pack(tasks), end, self._return_count, WAIT_S)
+        wait_s = 0.0 if end else WAIT_S  # at an end there are no results to come
+        self._call("exchange", self._messages, pack(tasks), end, self._return_count, wait_s)
         self._return_count = 0
         self.sent = time.monotonic()
 
@@ -213,9 +214,7 @@ class WorkerPool:
         """Wait until all placed workers are loaded. Raises ConfigError and ModelError."""
         while any(handle.state in ("checked", "loading") for handle in self.handles):
             self.load(records)
-            for event in self.poll_events():
-                if isinstance(event, LostWorker):
-                    self.replace(event.handle, event.why, made_progress=False)
+            self._replace_lost()
 
     def poll_events(self) -> list[WorkerOutput | LostWorker]:
         """Return the events of the next WAIT_S seconds; return early if there are any.
@@ -242,6 +241,12 @@ class WorkerPool:
                 events += self._take(handle, what, said)
         return events + self._find_silent()
 
+    def _replace_lost(self) -> None:
+        """Handle the next events, while no worker has records."""
+        for event in self.poll_events():
+            if isinstance(event, LostWorker):
+                self.replace(event.handle, event.why, made_progress=False)
+
     def replace(self, handle: WorkerHandle, why: str, *, made_progress: bool) -> None:
         """Start a new actor for a dead worker. made_progress: do not count this death. Raises ModelError."""
         handle.fruitless_deaths = 0 if made_progress else handle.fruitless_deaths + 1
@@ -255,15 +260,24 @@ class WorkerPool:
 
     def shut_down(self) -> None:
         """End the run at the workers, and collect their last reports."""
-        left = self.end_pass("run")
+        left = self._send_end("run")
         self._wait_for("run", left)
         for handle in left:
             if handle.state == "answering":
                 handle.report()
         self._wait_for("report", left)
 
-    def end_pass(self, end: End = "pass") -> list[WorkerHandle]:
-        """Tell workers that the pass (or run) ends, once all records are settled; return those workers."""
+    def end_pass(self) -> None:
+        """Tell workers that the pass ends, once all records are settled.
+
+        Returns once they have replied: the next pass would start late at a worker that still waits for results.
+        """
+        left = self._send_end("pass")
+        while any("exchange" in handle.refs for handle in left):
+            self._replace_lost()
+
+    def _send_end(self, end: End) -> list[WorkerHandle]:
+        """Tell workers that the pass or run ends; return those workers."""
         left = [handle for handle in self.handles if handle.state == "answering"]
         for handle in left:
             handle.refs.pop("exchange", None)
@@ -288,9 +302,7 @@ class WorkerPool:
         expected = min(room, len(self.handles))
         deadline = time.monotonic() + PLACING_S
         while sum(handle.state != "placing" for handle in self.handles) < expected and time.monotonic() < deadline:
-            for event in self.poll_events():
-                if isinstance(event, LostWorker):
-                    self.replace(event.handle, event.why, made_progress=False)
+            self._replace_lost()
         if all(handle.state == "placing" for handle in self.handles):
             raise ConfigError(f"scale: no worker has started within {PLACING_S:g} s, though the cluster has room")
 

@@ -1,0 +1,39 @@
+"""A pool of workers, and passes that follow each other on it."""
+
+from contextlib import contextmanager
+
+from ragspec.config.load import build_config
+from ragspec.inputs.sources import MemorySource
+from ragspec.outputs.base import MemorySink
+from ragspec.outputs.journal import Journal
+from ragspec.run.ray.driver import RayPass
+from ragspec.run.ray.worker_pool import WorkerPool
+from ragspec.run.session import prepare
+from tests.run.ray.helpers import records
+from tests.run.ray.threads import on_threads
+
+
+@contextmanager
+def pool_of(workers, **args):
+    """Yield a session and its pool of loaded workers."""
+    session = prepare(build_config({"runner": "fake", "runner_args": args, "scale": {"workers": workers}}))
+    with WorkerPool(session, session.config.scale) as pool:
+        pool.start_workers(None)
+        yield session, pool
+        pool.shut_down()
+
+
+def run_pass(session, pool, count):
+    """Return the ids of the lines of one pass."""
+    sink = MemorySink()
+    with Journal(sink) as journal:
+        RayPass(session, pool, MemorySource(records(count)), journal).stream()
+    return [line["id"] for line in sink.take()]
+
+
+def test_passes_follow_each_other_and_none_starts_with_workers_that_still_wait(monkeypatch):
+    on_threads(monkeypatch)
+    with pool_of(2) as (session, pool):
+        for _ in range(2):
+            assert run_pass(session, pool, 20) == [f"q{i}" for i in range(20)]
+            assert not any("exchange" in handle.refs for handle in pool.handles)
