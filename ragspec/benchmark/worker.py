@@ -118,7 +118,7 @@ def _run_pass(session: Session, output: Path, limit: int | None, pool: WorkerPoo
         summary = _stream(session, rows, journal, limit, pool)
     stats = summary.to_json()
     # read after the pass, since a runner may choose its batch size by the records
-    batch_size = (pool.about["runner"] if pool else session.runner.about()).get("batch_size")
+    batch_size = (pool.about.get("runner", {}) if pool else session.runner.about()).get("batch_size")
     energy_j = stats.get("energy", {}).get("answering_j")
     notes = (*session.notes(), *(pool.notes if pool else ()))  # a drafter may have failed in this pass
     more = {"batch_size": batch_size, "energy_j": energy_j, "notes": notes}

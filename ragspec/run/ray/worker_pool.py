@@ -139,6 +139,7 @@ PLACING_S = 300.0  # a busy machine takes minutes to start a process that import
 LOADING_TIMEOUTS = 10  # a loading worker may be silent for this many timeouts
 CALLS_PER_TIMEOUT = 4  # times that a silent worker is called
 RESEND_PAUSE_S = 0.1  # before a lost message is sent again
+REPORT_S = 30.0  # for loaded workers to say what they run
 SHUTDOWN_S = 30.0  # for workers to free what they hold
 
 
@@ -211,10 +212,18 @@ class WorkerPool:
                 handle.send([])
 
     def start_workers(self, records: int | None) -> None:
-        """Wait until all placed workers are loaded. Raises ConfigError and ModelError."""
-        while any(handle.state in ("checked", "loading") for handle in self.handles):
+        """Wait until all placed workers are loaded and at least one answers. Raises ConfigError and ModelError."""
+        while not self._all_answer():
             self.load(records)
             self._replace_lost()
+        deadline = time.monotonic() + REPORT_S
+        while any("report" in handle.refs for handle in self.handles) and time.monotonic() < deadline:
+            self._replace_lost()
+
+    def _all_answer(self) -> bool:
+        """Return whether all placed workers answer, and at least one does."""
+        states = {handle.state for handle in self.handles}
+        return "answering" in states and states.isdisjoint(("checked", "loading"))
 
     def poll_events(self) -> list[WorkerOutput | LostWorker]:
         """Return the events of the next WAIT_S seconds; return early if there are any.

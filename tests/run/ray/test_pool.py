@@ -7,10 +7,11 @@ from ragspec.inputs.sources import MemorySource
 from ragspec.outputs.base import MemorySink
 from ragspec.outputs.journal import Journal
 from ragspec.run.ray.driver import RayPass
+from ragspec.run.ray.worker import Worker
 from ragspec.run.ray.worker_pool import WorkerPool
 from ragspec.run.session import prepare
 from tests.run.ray.helpers import records
-from tests.run.ray.threads import on_threads
+from tests.run.ray.threads import DeadActor, on_threads
 
 
 @contextmanager
@@ -37,3 +38,25 @@ def test_passes_follow_each_other_and_none_starts_with_workers_that_still_wait(m
         for _ in range(2):
             assert run_pass(session, pool, 20) == [f"q{i}" for i in range(20)]
             assert not any("exchange" in handle.refs for handle in pool.handles)
+
+
+def test_workers_that_are_started_have_said_what_they_run(monkeypatch):
+    on_threads(monkeypatch, report=0.2)
+    with pool_of(1, batch_size=3) as (_, pool):
+        assert pool.about["runner"]["batch_size"] == 3
+
+
+def test_at_least_one_worker_is_started_even_if_all_die_while_they_load(monkeypatch):
+    on_threads(monkeypatch)
+    run, dead = Worker.run, []
+
+    def die_once(worker, records):
+        if not dead:
+            dead.append(worker)
+            raise DeadActor("killed")
+        return run(worker, records)
+
+    monkeypatch.setattr(Worker, "run", die_once)
+    with pool_of(1) as (_, pool):
+        assert [handle.state for handle in pool.handles] == ["answering"]
+    assert dead
