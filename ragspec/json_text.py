@@ -91,11 +91,18 @@ def _loads_by_orjson(data: bytes | str) -> Any:
 
 
 def dumps(value: Any, option: int = 0) -> bytes:
-    """Return `value` as JSON text. option: orjson's flags. Raises TypeError for types that JSON lacks."""
+    """Return `value` as JSON text. option: orjson's flags.
+
+    Raises TypeError for types that JSON lacks, and for a value that is nested too deeply.
+    """
     try:
         return orjson.dumps(value, default=_exact_fragment, option=option)
-    except TypeError:
-        return orjson.dumps(_with_long_integers(value), default=_exact_fragment, option=option)
+    except TypeError as error:
+        try:
+            exact = _with_long_integers(value)
+        except RecursionError:
+            raise error from None
+        return orjson.dumps(exact, default=_exact_fragment, option=option)
 
 
 def _exact_fragment(value: Any) -> orjson.Fragment:

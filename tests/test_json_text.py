@@ -109,6 +109,11 @@ def test_what_json_cannot_hold_is_a_type_error():
         dumps({"a": object(), "n": 10**30})
 
 
+def test_what_is_nested_too_deeply_to_be_written_is_a_type_error():
+    with pytest.raises(TypeError, match="Recursion limit"):
+        dumps(loads(b"[" * 1000 + b"]" * 1000))
+
+
 @pytest.mark.parametrize(
     ("text", "word", "column"),
     [

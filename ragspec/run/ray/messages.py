@@ -7,6 +7,7 @@ dataclass is reduced to its class and its fields.
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ragspec.run.answering import RecordResult, RecordTask
 from ragspec.stats import SpecStats
 
 Reduction = Callable[[Any], tuple[type, tuple[Any, ...]]]
+NESTED = 10_000  # calls that suffice to pickle whatever JSON is read: it has at most 1,024 levels
 
 
 @dataclass(slots=True)
@@ -73,6 +75,18 @@ class LoadReport:
 
 def pack(message: Any) -> bytes:
     """Return a message of builtin types and the dataclasses below as bytes."""
+    try:
+        return _packed(message)
+    except RecursionError:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(limit, NESTED))
+        try:
+            return _packed(message)
+        finally:
+            sys.setrecursionlimit(limit)
+
+
+def _packed(message: Any) -> bytes:
     found = BytesIO()
     _Pickler(found, pickle.HIGHEST_PROTOCOL).dump(message)
     return found.getvalue()

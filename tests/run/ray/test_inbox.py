@@ -5,6 +5,7 @@ from threading import Thread
 import pytest
 
 from ragspec.inputs.feed import Feed
+from ragspec.json_text import loads
 from ragspec.outputs.answers import FailedRecord
 from ragspec.records import Passage, Record
 from ragspec.run.answering import RecordResult, RecordTask
@@ -131,3 +132,12 @@ def test_what_travels_arrives_as_it_was():
     ):
         assert unpack(pack(message)) == message
     assert len(pack([RecordTask(1, "key", 2, record)])) < len(pickle.dumps([RecordTask(1, "key", 2, record)]))
+
+
+def test_a_record_as_nested_as_json_may_be_travels():
+    nested = loads(b"[" * 1000 + b"]" * 1000)
+    (found,) = unpack(pack([RecordTask(1, "key", 2, Record("q", metadata={"a": nested}))]))
+    depth, inner = 0, found.record.metadata["a"]
+    while inner:
+        depth, (inner,) = depth + 1, inner
+    assert depth == 999
