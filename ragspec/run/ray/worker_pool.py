@@ -377,7 +377,7 @@ class WorkerPool:
 
     def _declare_dead(self, handle: WorkerHandle, why: str, suspicion: int) -> LostWorker:
         self._kill(handle)
-        handle.state = "dead"
+        handle.state, handle.waiting = "dead", 0
         handle.summary.deaths += 1
         self.note(f"{handle.name} on {handle.host} died: {why}")
         return LostWorker(handle, why, suspicion)

@@ -8,10 +8,10 @@ from ragspec.outputs.base import MemorySink
 from ragspec.outputs.journal import Journal
 from ragspec.run.ray.driver import RayPass
 from ragspec.run.ray.worker import Worker
-from ragspec.run.ray.worker_pool import WorkerPool
+from ragspec.run.ray.worker_pool import LostWorker, WorkerPool
 from ragspec.run.session import prepare
 from tests.run.ray.helpers import records
-from tests.run.ray.threads import DeadActor, on_threads
+from tests.run.ray.threads import DeadActor, fail, on_threads
 
 
 @contextmanager
@@ -60,3 +60,17 @@ def test_at_least_one_worker_is_started_even_if_all_die_while_they_load(monkeypa
     with pool_of(1) as (_, pool):
         assert [handle.state for handle in pool.handles] == ["answering"]
     assert dead
+
+
+def test_no_record_waits_at_a_worker_that_is_gone(monkeypatch):
+    on_threads(monkeypatch)
+    monkeypatch.setattr("ragspec.run.ray.worker_pool.TRIES", 1)
+    with pool_of(2) as (_, pool):
+        first, second = pool.handles
+        first.waiting = 5
+        fail(first.refs["run"], DeadActor("killed"))
+        while first.state == "answering":
+            for event in pool.poll_events():
+                if isinstance(event, LostWorker):
+                    pool.replace(event.handle, event.why, made_progress=False)
+        assert [(handle.state, handle.waiting) for handle in (first, second)] == [("gone", 0), ("answering", 0)]
