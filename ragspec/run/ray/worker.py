@@ -53,8 +53,10 @@ class Worker:
         """Resolve the model, the index and all else that needs no weights."""
         place = here()
         try:
-            self._session = prepare(build_config(self._given))
-            place.identity = self._session.identity()
+            session = prepare(build_config(self._given))
+            if self._session is None:  # a repeated call may come late; the first session's runner is the one that loads
+                self._session = session
+            place.identity = session.identity()
         except RagspecError as error:
             place.problem = str(error)
         return place

@@ -74,3 +74,17 @@ def test_no_record_waits_at_a_worker_that_is_gone(monkeypatch):
                 if isinstance(event, LostWorker):
                     pool.replace(event.handle, event.why, made_progress=False)
         assert [(handle.state, handle.waiting) for handle in (first, second)] == [("gone", 0), ("answering", 0)]
+
+
+def test_a_check_that_comes_again_does_not_replace_the_runner_that_reports(monkeypatch):
+    on_threads(monkeypatch)
+    sessions = []
+    monkeypatch.setattr(
+        "ragspec.run.ray.worker.prepare", lambda config: sessions.append(prepare(config)) or sessions[-1]
+    )
+    with pool_of(1) as (_, pool):
+        worker = pool.handles[0].actor.worker
+        worker.check()
+        first, _ = sessions
+        first.runner.notes.append("I answer")
+        assert "I answer" in worker.report().notes
