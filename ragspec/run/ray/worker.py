@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import time
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any
 
 from ragspec import __version__
@@ -44,8 +44,10 @@ class Worker:
         self._answering: Answering | None = None
         self._mailbox, self._results = Mailbox(), ResultBuffer()
         self._state = "loading"
-        self._running, self._exchanging = Lock(), Lock()
+        self._exchanging = Lock()
+        self._ran, self._runs, self._over = Condition(), 0, False  # calls of run(), and whether the first has ended
         self._error: RagspecError | None = None
+        self._raised: Exception | None = None
         self._last_number, self._last_reply = 0, b""
         self._report = LoadReport()
 
@@ -63,10 +65,24 @@ class Worker:
 
     def run(self, records: int | None) -> RagspecError | None:
         """Load the model and answer until the run ends. records: about how many will come to this worker."""
-        with self._running:  # a repeated call waits for the same end
-            if self._state == "loading":
-                self._error = self._run(records)
-            return self._error
+        with self._ran:
+            self._runs += 1
+            number = self._runs
+        if number == 1:
+            self._run_once(records)
+        with self._ran:  # a repeated call waits for the same end, and takes the place of the one before
+            self._ran.notify_all()
+            self._ran.wait_for(lambda: self._over or number < self._runs)
+        if self._raised is not None:
+            raise self._raised
+        return self._error
+
+    def _run_once(self, records: int | None) -> None:
+        try:
+            self._error = self._run(records)
+        except Exception as error:  # raised by each call: a repeated one must not take it for the end of the run
+            self._raised = error
+        self._over = True
 
     def _run(self, records: int | None) -> RagspecError | None:
         assert self._session is not None

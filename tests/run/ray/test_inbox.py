@@ -1,6 +1,6 @@
 import pickle
 import time
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -141,3 +141,31 @@ def test_a_record_as_nested_as_json_may_be_travels():
     while inner:
         depth, (inner,) = depth + 1, inner
     assert depth == 999
+
+
+def test_a_repeated_run_raises_what_the_first_raised(tmp_path, monkeypatch):
+    worker = Worker({"runner": "fake"}, str(tmp_path / "nowhere"))
+    monkeypatch.setattr(worker, "_run", broken)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            worker.run(1)
+
+
+def broken(records):
+    raise RuntimeError("out of luck")
+
+
+def test_repeated_runs_do_not_take_all_threads_of_the_actor(tmp_path, monkeypatch):
+    worker, end = Worker({"runner": "fake"}, str(tmp_path / "nowhere")), Event()
+    monkeypatch.setattr(worker, "_run", lambda records: end.wait(10) and None)
+    calls = [Thread(target=worker.run, args=(1,)) for _ in range(9)]
+    for call in calls:
+        call.start()
+        time.sleep(0.01)
+    for call in calls[1:-1]:
+        call.join(10)
+    assert [call.is_alive() for call in calls] == [True, *[False] * 7, True]
+    end.set()
+    for call in calls:
+        call.join(10)
+        assert not call.is_alive()
