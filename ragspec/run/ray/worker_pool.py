@@ -26,6 +26,14 @@ from ragspec.stats import WorkerSummary
 FIRST_QUEUE = 16  # initial queue_target
 MAX_QUEUE = 4096
 WAIT_S = 0.5  # longest wait of a worker for a result
+TRIES = 3  # deaths in a row without a result, after which a worker is not replaced
+PLACING_S = 300.0  # a busy machine takes minutes to start a process that imports torch
+GATHERING_S = 30.0  # for the other workers, once one has started: a run takes in those that come later
+LOADING_TIMEOUTS = 10  # a loading worker may be silent for this many timeouts
+CALLS_PER_TIMEOUT = 4  # times that a silent worker is called
+RESEND_PAUSE_S = 0.1  # before a lost message is sent again
+REPORT_S = 30.0  # for loaded workers to say what they run
+SHUTDOWN_S = 30.0  # for workers to free what they hold
 
 
 class WorkerHandle:
@@ -83,6 +91,11 @@ class WorkerHandle:
         return self.place.host if self.place else "a machine that is gone"
 
     @property
+    def is_overdue(self) -> bool:
+        """Whether its actor should have started long ago."""
+        return self.state == "placing" and time.monotonic() - self.called > PLACING_S
+
+    @property
     def node(self) -> str:
         """Ray's node id."""
         return self.place.node if self.place else ""
@@ -134,13 +147,6 @@ def _sum(total: float | None, now: float | None, before: float | None) -> float 
 
 
 # -- pool ------------------------------------------------------------------------------------------
-TRIES = 3  # deaths in a row without a result, after which a worker is not replaced
-PLACING_S = 300.0  # a busy machine takes minutes to start a process that imports torch
-LOADING_TIMEOUTS = 10  # a loading worker may be silent for this many timeouts
-CALLS_PER_TIMEOUT = 4  # times that a silent worker is called
-RESEND_PAUSE_S = 0.1  # before a lost message is sent again
-REPORT_S = 30.0  # for loaded workers to say what they run
-SHUTDOWN_S = 30.0  # for workers to free what they hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,7 @@ class WorkerPool:
         self._config, self._identity = own.as_given(), replace(session, config=own).identity()
         self._gpus = own.devices()
         self._share = (1.0, 0.0)  # CPUs and GPUs of a worker
+        self._room = 0  # workers that the cluster has room for
         self._versions = {"ragspec": __version__}
         self._stack = ExitStack()
 
@@ -212,18 +219,22 @@ class WorkerPool:
                 handle.send([])
 
     def start_workers(self, records: int | None) -> None:
-        """Wait until all placed workers are loaded and at least one answers. Raises ConfigError and ModelError."""
-        while not self._all_answer():
+        """Wait until all workers answer, as a benchmark of so many needs. Raises ConfigError and ModelError."""
+        if self._room < len(self.handles):
+            raise ConfigError(
+                f"scale: the cluster has room for {self._room} of {len(self.handles)} workers; a benchmark needs all"
+            )
+        while any(handle.state not in ("answering", "gone") for handle in self.handles):
             self.load(records)
             self._replace_lost()
+            if any(handle.is_overdue for handle in self.handles):
+                raise ConfigError(
+                    f"scale: a worker has not started within {PLACING_S:g} s; if other candidates have taken the "
+                    "cluster's room, --sequential loads one at a time"
+                )
         deadline = time.monotonic() + REPORT_S
         while any("report" in handle.refs for handle in self.handles) and time.monotonic() < deadline:
             self._replace_lost()
-
-    def _all_answer(self) -> bool:
-        """Return whether all placed workers answer, and at least one does."""
-        states = {handle.state for handle in self.handles}
-        return "answering" in states and states.isdisjoint(("checked", "loading"))
 
     def poll_events(self) -> list[WorkerOutput | LostWorker]:
         """Return the events of the next WAIT_S seconds; return early if there are any.
@@ -248,6 +259,8 @@ class WorkerPool:
                 events.append(self._declare_dead(handle, why, 0 if self._cluster.node_is_gone(handle.node) else DEATH))
             else:
                 events += self._take(handle, what, said)
+        if all(handle.state == "gone" or handle.is_overdue for handle in self.handles):
+            raise ConfigError(f"scale: no worker has started within {PLACING_S:g} s; see `ray status`")
         return events + self._find_silent()
 
     def _replace_lost(self) -> None:
@@ -303,17 +316,22 @@ class WorkerPool:
     def _place_all(self) -> None:
         """Start all workers, and check their machines before any model loads."""
         self._share = self._cluster.share(self._gpus)
-        room = self._cluster.room(*self._share)
-        if room < len(self.handles):
-            self.note(f"the cluster has room for {room} of {len(self.handles)} workers; others start when it has more")
+        self._room = self._cluster.room(*self._share)
+        if self._room < len(self.handles):
+            self.note(
+                f"the cluster has room for {self._room} of {len(self.handles)} workers; others start when it has more"
+            )
         for handle in self.handles:
             self.place(handle)
-        expected = min(room, len(self.handles))
-        deadline = time.monotonic() + PLACING_S
-        while sum(handle.state != "placing" for handle in self.handles) < expected and time.monotonic() < deadline:
+        while self._placed() == 0:
             self._replace_lost()
-        if all(handle.state == "placing" for handle in self.handles):
-            raise ConfigError(f"scale: no worker has started within {PLACING_S:g} s, though the cluster has room")
+        deadline = time.monotonic() + GATHERING_S
+        while self._placed() < min(self._room, len(self.handles)) and time.monotonic() < deadline:
+            self._replace_lost()
+
+    def _placed(self) -> int:
+        """Return how many workers have started."""
+        return sum(handle.state != "placing" for handle in self.handles)
 
     def place(self, handle: WorkerHandle) -> None:
         handle.begin(self._cluster.start(Worker, *self._share, self._config, os.getcwd(), self.details))

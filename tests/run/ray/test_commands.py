@@ -31,7 +31,10 @@ def test_a_benchmark_says_what_workers_are_worth(tmp_path, address):
     config, out = tmp_path / "c.yaml", tmp_path / "out"
     source = write_jsonl(tmp_path / "in.jsonl", records(120))
     config.write_text(
-        json.dumps({"runner": "fake", "input": source, "runner_args": {"delay_s": 0.05, "batch_size": 4}})
+        json.dumps(
+            {"runner": "fake", "input": source, "runner_args": {"delay_s": 0.05, "batch_size": 4}}
+            | {"scale": {"cpus_per_worker": 1}}
+        )
     )
     done = ragspec(
         *("benchmark", "-c", config, "-o", out, "-m", "none", "--repeat", 2, "--sequential"),

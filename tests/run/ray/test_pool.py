@@ -1,8 +1,12 @@
 """A pool of workers, and passes that follow each other on it."""
 
+import threading
 from contextlib import contextmanager
 
+import pytest
+
 from ragspec.config.load import build_config
+from ragspec.errors import ConfigError
 from ragspec.inputs.sources import MemorySource
 from ragspec.outputs.base import MemorySink
 from ragspec.outputs.journal import Journal
@@ -11,7 +15,7 @@ from ragspec.run.ray.worker import Worker
 from ragspec.run.ray.worker_pool import LostWorker, WorkerPool
 from ragspec.run.session import prepare
 from tests.run.ray.helpers import records
-from tests.run.ray.threads import DeadActor, fail, on_threads
+from tests.run.ray.threads import DeadActor, ThreadCluster, fail, on_threads
 
 
 @contextmanager
@@ -88,3 +92,46 @@ def test_a_check_that_comes_again_does_not_replace_the_runner_that_reports(monke
         first, _ = sessions
         first.runner.notes.append("I answer")
         assert "I answer" in worker.report().notes
+
+
+def late(monkeypatch, *numbers):
+    """Let workers of these numbers take long to start, counted from 1."""
+    check, checked, patience = Worker.check, [], threading.Event()
+
+    def slow(worker):
+        checked.append(worker)
+        if len(checked) in numbers:
+            patience.wait(20)
+        return check(worker)
+
+    monkeypatch.setattr(Worker, "check", slow)
+    monkeypatch.setattr("ragspec.run.ray.worker_pool.GATHERING_S", 0.2)
+    return patience
+
+
+def test_a_run_begins_without_a_worker_that_is_slow_to_start_and_takes_it_in_later(monkeypatch):
+    on_threads(monkeypatch)
+    patience = late(monkeypatch, 2)
+    session = prepare(build_config({"runner": "fake", "scale": {"workers": 2}}))
+    with WorkerPool(session, session.config.scale) as pool:
+        assert sorted(handle.state for handle in pool.handles) == ["checked", "placing"]
+        assert len(run_pass(session, pool, 20)) == 20
+        patience.set()
+        pool.start_workers(None)
+        assert [handle.state for handle in pool.handles] == ["answering", "answering"]
+
+
+@pytest.mark.parametrize(("slow", "message"), [((1, 2), "no worker has started"), ((2,), "a worker has not started")])
+def test_workers_that_do_not_start_end_a_benchmark(monkeypatch, slow, message):
+    on_threads(monkeypatch)
+    late(monkeypatch, *slow)
+    monkeypatch.setattr("ragspec.run.ray.worker_pool.PLACING_S", 0.5)
+    with pytest.raises(ConfigError, match=message), pool_of(2):
+        pass
+
+
+def test_a_benchmark_does_not_begin_with_fewer_workers_than_it_is_of(monkeypatch):
+    on_threads(monkeypatch)
+    monkeypatch.setattr(ThreadCluster, "room", lambda *_: 1)
+    with pytest.raises(ConfigError, match="room for 1 of 2 workers"), pool_of(2):
+        pass
