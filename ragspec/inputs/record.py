@@ -46,6 +46,8 @@ def parse_record(value: Any, line: int, source: str = "auto") -> Record:
         raise RecordError(f"failed in an earlier step: {failed['message']}")  # an error line of another command
     wanted = present[0] if source == "auto" and present else source
     if wanted not in present:
+        if empty := next((key for key in SOURCES if key in value and source in ("auto", key)), None):
+            raise RecordError(f'no prompt: "{empty}" is empty')
         missing = '"query", "messages" or "prompt"' if source == "auto" else f'"{source}" (prompt.source)'
         raise RecordError(f"no prompt: the record needs {missing}, it has {names(value)}")
     return Record(

@@ -46,6 +46,7 @@ def test_openai_content_parts_are_joined():
         ({}, "no prompt"),
         ({"id": "a", "text": "b"}, 'no prompt: the record needs "query", "messages" or "prompt", it has "id", "text"'),
         ({"query": "  "}, '"query" is empty'),
+        ({"id": "a", "query": None, "contexts": ["b"]}, 'no prompt: "query" is empty'),  # an empty cell of a table
         ({"query": 3}, '"query" must be a string, got a number'),
         ({"query": "q", "contexts": 3}, '"contexts" must be a list of strings or objects, got a number'),
         ({"query": "q", "contexts": ["a", 3]}, '"contexts" item 2 must be a string or an object'),
