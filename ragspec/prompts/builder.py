@@ -111,7 +111,7 @@ class PromptBuilder:
             if length > limit and shrinks:
                 limit, why = self._limit(1)
             if length > limit:
-                raise RecordError(f"the prompt has {length} tokens, {why}; shorten it or lower max_new_tokens")
+                raise RecordError(f"the prompt has {length} tokens, {why}")
             return prompt
         ranked, most = rank(record.contexts), self._config.max_passages or len(record.contexts)
         prompt = self._with_best(record, ranked, most)
@@ -148,13 +148,15 @@ class PromptBuilder:
         return best
 
     def _limit(self, max_new_tokens: int) -> tuple[int, str]:
-        """Return the maximum prompt tokens, and the reason for a message."""
-        limit, why = self._config.max_prompt_tokens or 0, f"over max_prompt_tokens ({self._config.max_prompt_tokens})"
+        """Return the maximum prompt tokens, and for a message the reason and what to do."""
+        limit = self._config.max_prompt_tokens or 0
+        why = f"over max_prompt_tokens ({limit}); shorten it or raise prompt.max_prompt_tokens"
         if self._context_length is not None:
             room = self._context_length - max_new_tokens
             if not limit or room < limit:
                 limit = room
-                why = f"over the model's {self._context_length} less max_new_tokens ({max_new_tokens})"
+                why = f"over the model's {self._context_length} less max_new_tokens ({max_new_tokens}); shorten it"
+                why += " or lower max_new_tokens" if max_new_tokens > 1 else ""
         elif not limit:
             return 1 << 62, ""
         return limit, why

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from ragspec.config.sections import PromptConfig
@@ -100,6 +102,16 @@ def test_room_for_the_answer_is_kept_free():
 def test_a_prompt_too_long_even_without_contexts_is_an_error(record):
     with pytest.raises(RecordError, match=r"over the model's 20 less max_new_tokens \(10\)"):
         build(record, length=20, new=10)
+
+
+@pytest.mark.parametrize("record", [replace(RECORD, query="y" * 40), Record("r", prompt="x" * 40)])
+def test_a_prompt_too_long_says_what_would_make_it_fit(record):
+    with pytest.raises(RecordError, match=r"; shorten it or lower max_new_tokens$"):
+        build(record, length=20, new=10)
+    with pytest.raises(RecordError, match=r"; shorten it$"):
+        build(record, length=20, new=1)
+    with pytest.raises(RecordError, match=r"; shorten it or raise prompt\.max_prompt_tokens$"):
+        build(record, length=90, max_prompt_tokens=10)
 
 
 def test_template_is_the_users():
