@@ -17,7 +17,7 @@ from ragspec.config.redaction import revealed
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.models.stopping import thinking_after_prompt
-from ragspec.prompts.templates import Chat, compiled, uses_contexts
+from ragspec.prompts.templates import Chat, arguments, compiled, uses_contexts
 from ragspec.prompts.untrusted_text import PromptText, as_text
 from ragspec.records import Passage, Record, Thinking, Tokenizer
 
@@ -95,6 +95,13 @@ class PromptBuilder:
         if not record.messages or record.messages[-1]["role"] != "assistant":
             return False
         return not {**self._config.chat_template_kwargs, **record.template_args}.get("continue_final_message")
+
+    def _continued_message(self, record: Record) -> str:
+        """Return the message that the model is to continue, "" for a new one."""
+        if not record.messages:
+            return ""
+        given = arguments(record.messages, self._config.chat_template_kwargs, record.template_args)
+        return str(record.messages[-1]["content"]) if given.get("continue_final_message") else ""
 
     def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Return how many of `max_new_tokens` fit after a prompt."""
@@ -189,7 +196,7 @@ class PromptBuilder:
         ids = self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
         thinking = None
         if self._thinking is not None and not record.raw:
-            thinking = thinking_after_prompt(self._thinking, written.text, _continued_message(record))
+            thinking = thinking_after_prompt(self._thinking, written.text, self._continued_message(record))
         return Prompt(ids, kept, dropped, thinking=thinking, written=written)
 
     def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> PromptText:
@@ -304,13 +311,6 @@ class PromptBuilder:
         except Exception as error:  # the user's template may raise anything
             log.debug("the prompt template failed", exc_info=error)
             raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
-
-
-def _continued_message(record: Record) -> str:
-    """Return the message that the model is to continue, "" for a new one."""
-    if record.messages is None or not record.template_args.get("continue_final_message"):
-        return ""
-    return str(record.messages[-1]["content"])
 
 
 def canonical(contexts: tuple[Passage, ...]) -> list[int]:

@@ -122,14 +122,14 @@ class Chat:
         """
         if bad := sorted(RESERVED & args.keys()):
             raise RecordError(f'"chat_template_kwargs.{bad[0]}" is not a template argument; remove it')
-        adapted, given = self._adapted(list(messages)), {**self._args, **args}
+        adapted, given = self._adapted(list(messages)), arguments(messages, self._args, args)
         try:
             written = self._tokenizer.render_chat(self._shaped(adapted), **given)
         except Exception as error:  # the template may raise anything
             log.debug("the chat template failed", exc_info=error)
             raise RecordError(f"the model's chat template rejects these messages: {error}") from None
         self._check_written(adapted)
-        if args.get("documents") and written == self._try(self._shaped(adapted), **{**args, "documents": None}):
+        if args.get("documents") and written == self._try(self._shaped(adapted), **{**given, "documents": None}):
             raise RecordError(
                 'the model\'s chat template does not write "documents"; put them into the messages, or give the record '
                 'a "query" and "contexts"'
@@ -218,6 +218,17 @@ class Chat:
     @staticmethod
     def _writes(rendered: str | None) -> bool:
         return rendered is not None and PROBE in rendered
+
+
+def arguments(messages: Sequence[Message], config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record's template arguments: the config's and its own, which win.
+
+    The config's `continue_final_message` is for records that end with an answer; the others get one.
+    """
+    answered = messages[-1]["role"] != "assistant" and not record.get("continue_final_message")
+    if answered and config.get("continue_final_message"):
+        config = {**config, "continue_final_message": False, "add_generation_prompt": True}
+    return {**config, **record}
 
 
 def _calls(name: str) -> Message:

@@ -176,6 +176,31 @@ def test_messages_that_end_with_an_answer_are_noted_unless_it_is_continued(where
     assert len(noted) == (where == "nowhere")
 
 
+@pytest.mark.parametrize("more", [{}, {"add_generation_prompt": False}])
+def test_a_configs_continue_final_message_leaves_questions_to_be_answered(more):
+    args = {"continue_final_message": True, **more}
+    user, begun = {"role": "user", "content": "U"}, {"role": "assistant", "content": "Because"}
+    assert written(PLAIN, QUERY, chat_template_kwargs=args)[0] == "<user> Why?\n<assistant> "
+    asked, answered = Record("q", messages=(user,)), Record("q", messages=(user, begun))
+    assert written(PLAIN, asked, chat_template_kwargs=args)[0] == "<user> U\n<assistant> "
+    assert written(PLAIN, answered, chat_template_kwargs=args)[0] == "<user> U\n<assistant> Because"
+    own = Record("q", messages=(user,), template_args={"continue_final_message": True})
+    assert written(PLAIN, own, chat_template_kwargs=args)[0] == "<user> U"
+
+
+@pytest.mark.parametrize("where", ["record", "config"])
+def test_reasoning_that_a_continued_message_has_begun_is_reasoning(where):
+    args = {"continue_final_message": True}
+    begun = ({"role": "user", "content": "U"}, {"role": "assistant", "content": "<think>I wonder"})
+    tokenizer = tokenizer_with(PLAIN)
+    tokenizer.inner.add_tokens(["<think>", "</think>"])
+    config = PromptConfig(chat_template_kwargs=args if where == "config" else {})
+    record = Record("q", messages=begun, template_args=args if where == "record" else {})
+    thinking = PromptBuilder(config, HFTokenizer(tokenizer.inner), None).build(record, 8).thinking
+    assert thinking is not None
+    assert thinking.inside
+
+
 # -- what a template would leave out ---------------------------------------------------------------------------------
 
 ROLES = (
