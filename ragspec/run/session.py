@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +68,22 @@ class Session:
     def notes(self) -> list[str]:
         """Return the notes for the user so far, with secrets hidden."""
         own = [self.choice.why] if self.choice.why else []
+        own += _unescaped(self.config.sampling.stop)
         return [*dict.fromkeys(map(self.config.redactor(), [*own, *self.runner.notes])), *self.prompts.notes]
 
     def about(self) -> dict[str, Any]:
         """Return what identifies the run in its statistics."""
         return about(self.config, self.runner) | self.choice.about()
+
+
+def _unescaped(stop: Sequence[str]) -> list[str]:
+    """Return notes on stop strings that were meant to contain a control character."""
+    meant = [text for text in stop if any(escape in text for escape in (r"\n", r"\r", r"\t"))]
+    return [
+        f"sampling.stop: '{text}' has a backslash and a letter, not a line break or tab: write $'{text}' in a shell, and "
+        f'"{text}" in double quotes in YAML'
+        for text in meant
+    ]
 
 
 def prepare(config: RunConfig, choice: RunnerChoice | None = None) -> Session:

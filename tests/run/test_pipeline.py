@@ -44,6 +44,14 @@ def test_every_record_is_answered_in_input_order(tmp_path):
     assert output(tmp_path)[3]["metadata"] == {"tag": 1}
 
 
+def test_a_stop_string_with_a_backslash_instead_of_a_line_break_is_noted(tmp_path):
+    summary = run(fake(tmp_path, questions(1), sampling={"stop": ["\\n", "\n", "END"]}))
+    assert [note for note in summary.notes if "sampling.stop" in note] == [
+        "sampling.stop: '\\n' has a backslash and a letter, not a line break or tab: write $'\\n' in a shell, and "
+        '"\\n" in double quotes in YAML'
+    ]
+
+
 def test_finish_order_is_a_choice(tmp_path):
     run(fake(tmp_path, questions(6), runner_args={"reverse": True, "batch_size": 3}, order="finish"))
     assert [line["id"] for line in output(tmp_path)] == ["q2", "q1", "q0", "q5", "q4", "q3"]
