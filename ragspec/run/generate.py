@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +24,7 @@ from ragspec.outputs.target import Target, check_name, target_of
 from ragspec.outputs.update import Update, UpdatePlan, opened_update, updated_target
 from ragspec.run.budget import BudgetGate
 from ragspec.run.inspect import with_columns
-from ragspec.run.local import LocalPass
+from ragspec.run.local import LocalPass, checked_config
 from ragspec.run.ordering import Say, ignore_note
 from ragspec.run.plan import compared
 from ragspec.run.price import Budget
@@ -53,7 +54,7 @@ class Executor(Protocol):
 
 
 def generate(
-    config: RunConfig,
+    config: RunConfig | Mapping[str, Any] | str | PathLike[str],
     *,
     limit: int | None = None,
     resume: bool = True,
@@ -74,7 +75,8 @@ def generate(
     """Answer every record of `config.input` into `config.output`, as `ragspec generate` does.
 
     Args:
-        config: What to run, from `load_config`. It needs an `input`.
+        config: What to run: from `load_config`, or a mapping or the path of a YAML file as it takes them. It needs an
+            `input`.
         limit: Number of lines to read; all by default. With `retry_failed`, only their records are tried again.
         resume: Skip the records that the output already answers. False moves an existing output to `NAME.1`.
         retry_failed: Drop the error lines of the output and try those records again.
@@ -102,6 +104,7 @@ def generate(
         ConfigError: The config, the input or the output is not usable.
         ModelError: The model or its backend could not start, or stopped working.
     """
+    config = checked_config(config)
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     with config.redactor().over_errors(), ExitStack() as stack:
@@ -230,6 +233,7 @@ def _bar() -> Iterator[Report]:
 
 def dry_update(config: RunConfig, *, limit: int | None, retry_failed: bool, prune: bool) -> UpdatePlan:
     """Return what `generate` with `update` would answer. Loads no weights and writes nothing. Raises ConfigError."""
+    config = checked_config(config)
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE")
     with config.redactor().over_errors():

@@ -287,10 +287,13 @@ class Pipeline:
             `output`.
 
         Raises:
-            ConfigError: The iterator of an earlier call is neither exhausted nor closed, or `records` is a text.
+            ConfigError: The iterator of an earlier call is neither exhausted nor closed, or `records` is a text or a
+                data frame.
         """
         if isinstance(records, str):
             raise ConfigError("records: must be records, not a text; ask() answers a question, generate() reads a file")
+        if hasattr(records, "columns") and hasattr(records, "to_dict"):  # iterating over a data frame gives columns
+            raise ConfigError('records: must be records, not a data frame; give frame.to_dict("records")')
         if isinstance(records, Mapping):
             records = [records]
         if self._answering:

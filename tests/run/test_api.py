@@ -48,6 +48,15 @@ def test_answers_in_memory_are_the_lines_that_generate_writes(tmp_path, order):
     assert pipeline.summary.records == len(QUESTIONS)
 
 
+def test_generate_takes_a_mapping_or_a_file_as_a_pipeline_does(tmp_path):
+    settings = {"runner": "fake", "input": write_jsonl(tmp_path / "in.jsonl", QUESTIONS)}
+    assert ragspec.generate(settings | {"output": str(tmp_path / "a.jsonl")}).records == len(QUESTIONS)
+    (tmp_path / "c.yaml").write_text(f"runner: fake\ninput: {settings['input']}\noutput: {tmp_path / 'b.jsonl'}\n")
+    assert ragspec.generate(tmp_path / "c.yaml").records == len(QUESTIONS)
+    with pytest.raises(ragspec.ConfigError, match="input: missing"):
+        ragspec.generate({"runner": "fake"})
+
+
 def test_an_answer_is_handed_over_before_more_records_are_asked_for():
     asked = []
 

@@ -54,6 +54,16 @@ def test_one_record_is_a_record_and_a_text_is_none():
         list(pipeline.answers("questions.jsonl"))
 
 
+def test_a_data_frame_is_no_list_of_records():
+    frame = pytest.importorskip("pandas").DataFrame({"id": ["a"], "query": ["Who?"]})
+    pipeline = ragspec.Pipeline(FAKE)
+    with pytest.raises(
+        ConfigError, match=r'records: must be records, not a data frame; give frame.to_dict\("records"\)'
+    ):
+        list(pipeline.answers(frame))
+    assert [answer["id"] for answer in pipeline.answers(frame.to_dict("records"))] == ["a"]
+
+
 def test_an_answer_is_a_dictionary_that_a_person_can_read():
     (answer,) = ragspec.Pipeline({**FAKE, "output": {"include": ["query"]}}).answers([{"id": "q", "query": HOSTILE}])
     assert isinstance(answer, dict)
