@@ -80,8 +80,8 @@ def _unescaped(stop: Sequence[str]) -> list[str]:
     """Return notes on stop strings that were meant to contain a control character."""
     meant = [text for text in stop if any(escape in text for escape in (r"\n", r"\r", r"\t"))]
     return [
-        f"sampling.stop: '{text}' has a backslash and a letter, not a line break or tab: write $'{text}' in a shell, and "
-        f'"{text}" in double quotes in YAML'
+        f"sampling.stop: '{text}' has a backslash and a letter, not a line break or tab: write $'{text}' in a shell, "
+        f'and "{text}" in double quotes in YAML'
         for text in meant
     ]
 
