@@ -33,16 +33,20 @@ def _explain(model: type[BaseModel], error: dict[str, Any], prefix: str) -> str:
     if error["type"] == "extra_forbidden":
         return f'"{key}" is not a known key{did_you_mean(path[-1], _fields(model, path[:-1]))}'
     if error["type"] == "missing":
-        return f"{key}: missing"
+        return f"{key}: missing{_REMEDIES.get(key, '')}"
     allowed = error["msg"].replace("Input should be ", "must be ").replace("String should", "must")
     if error["type"] == "value_error":
         return f"{key}.{allowed.removeprefix('Value error, ')}"
     if error["type"] == "model_type":
         allowed = "must contain keys and values"
+    if error["type"] == "string_type" and isinstance(error["input"], bool):
+        allowed += "; in YAML, a text such as yes, no, on, off or true needs quotes"
     alternatives = _alternatives(model, path)
     value = redacted({path[-1] if path else "": error["input"]})
     return f"{key}: {_short(*value.values())} is not allowed: {alternatives or allowed}"
 
+
+_REMEDIES = {"retrieval.index": "; name the folder of the index"}
 
 # names of the tried union branches, which pydantic adds to an error's location
 _UNION_TAGS = {"int", "bool", "str", "float", "literal['auto']", "constrained-int"}

@@ -241,6 +241,9 @@ def _sampling(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     return sampling
 
 
+MOST_LOGPROBS = 20  # as in OpenAI's API and in SamplingConfig
+
+
 def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
     """Return how many likeliest tokens to report per position; None for no logprobs."""
     logprobs, top = given.get("logprobs"), given.get("top_logprobs") or 0
@@ -258,6 +261,8 @@ def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
         raise RecordError('"body.top_logprobs" needs "logprobs": true')
     if not isinstance(top, int):
         raise RecordError(f'"body.top_logprobs" must be a whole number, got {kind(top)}')
+    if not 0 <= top <= MOST_LOGPROBS:
+        raise RecordError(f'"body.top_logprobs" must be from 0 to {MOST_LOGPROBS}, got {top}')
     return top if logprobs else None
 
 

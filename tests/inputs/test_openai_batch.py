@@ -190,6 +190,9 @@ def test_logprobs_of_a_completion(given, logprobs):
 def test_likeliest_tokens_need_logprobs():
     with pytest.raises(RecordError, match=r'"body\.top_logprobs" needs "logprobs": true'):
         chat(top_logprobs=2)
+    for most in (21, -1):
+        with pytest.raises(RecordError, match=rf'"body\.top_logprobs" must be from 0 to 20, got {most}'):
+            chat(logprobs=True, top_logprobs=most)
 
 
 def test_settings_are_passed_on():
