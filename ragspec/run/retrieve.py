@@ -18,7 +18,7 @@ from ragspec.inputs.record_ids import RecordIds
 from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
 from ragspec.json_text import dumps, loads
-from ragspec.outputs.codecs import codec_of
+from ragspec.outputs.codecs import CSV, LANCE
 from ragspec.outputs.journal import Journal
 from ragspec.outputs.target import check_name
 from ragspec.records import Passage
@@ -38,9 +38,7 @@ class RetrieveCounts:
 def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> RetrieveCounts:
     """Copy the lines of `source` to `output` with contexts added; a line that is not JSON becomes an error line."""
     counts = RetrieveCounts()
-    if codec_of(output).ending == ".parquet":
-        raise ConfigError(f"{output}: records with contexts are written as JSONL; choose another name")
-    check_name(OutputConfig(path=output))
+    _check_output(output)
     columns = Columns(source.columns.given) if isinstance(source, InputConfig) else ALL
     with _opened(source) as lines:
         ids = RecordIds(lines)
@@ -58,6 +56,13 @@ def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limi
                     counts.untouched += 1
                     journal.put(index, line.text)
     return counts
+
+
+def _check_output(output: str) -> None:
+    """Raise ConfigError for a name whose format has columns for answers, and none for a record's other fields."""
+    if output.rstrip("/").lower().endswith((".parquet", CSV, LANCE)):
+        raise ConfigError(f"{output}: is written as JSONL; choose another name, such as NAME.jsonl")
+    check_name(OutputConfig(path=output))
 
 
 def _opened(source: InputConfig | str) -> Source:
@@ -95,6 +100,7 @@ def _with_contexts(row: InputRow, columns: Columns) -> bytes | None:
 
 def measure(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> None:
     """Write one object: how well the index retrieves for the lines of `source`, whose relevant documents are known."""
+    _check_output(output)
     with _opened(source) as lines:
         result = evaluate(islice(lines, limit), Retriever(config))
     with Journal(output, resume=False) as journal:

@@ -672,6 +672,13 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
     for args, words in (
         (["retrieve", "--index", tmp_path / "no", SAMPLE], "no index there"),
         (["retrieve", SAMPLE], "retrieval.index: missing"),
+        *(
+            (
+                ["retrieve", "--index", tmp_path / "no", "-o", tmp_path / name, *more, SAMPLE],
+                f"{name}: is written as JSONL",
+            )
+            for name, *more in (["a.csv"], ["a.lance"], ["a.parquet"], ["a.csv", "--evaluate"])
+        ),
         (["index", "--output", tmp_path / "idx"], "--corpus: missing"),
         (["index", "--corpus", tmp_path / "no", "--output", tmp_path / "idx"], "no such file or folder"),
         (
