@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,6 +75,7 @@ def evaluate(
     check_trackers(log_to or ())
     if by_record is not None:
         check_table(by_record, "--by-record")
+        _check_unread(by_record, [answers, references, against])
     config = None
     if judge is not None:
         from ragspec.config.load import load_config
@@ -104,6 +106,16 @@ def evaluate(
     track(found, log_to or ())
     if code := exit_code(found.verdicts):
         raise typer.Exit(code)
+
+
+def _check_unread(by_record: str, read: Sequence[str | None]) -> None:
+    """Raise ConfigError if the table of scores would replace a file that this command reads."""
+    from os.path import realpath
+
+    from ragspec.errors import ConfigError
+
+    if any(path is not None and realpath(path) == realpath(by_record) for path in read):
+        raise ConfigError(f"--by-record: {by_record} is read here, and would be overwritten; choose another name")
 
 
 def _print(console: Console, found: Evaluation) -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -201,6 +202,19 @@ def test_the_scores_of_each_record_are_written(tmp_path, runs):
 def test_a_table_of_another_kind_is_refused(runs, tmp_path):
     assert "by.xlsx must end in .jsonl or .csv" in str(run(runs[0], "--by-record", str(tmp_path / "by.xlsx")).exception)
     assert "cannot be written" in str(run(runs[0], "--by-record", str(tmp_path / "no" / "by.csv")).exception)
+
+
+def test_a_table_does_not_replace_what_is_read(runs, tmp_path):
+    answers = Path(runs[0]).read_bytes()
+    for more in ([], ["--against", runs[1]], ["--references", runs[1]]):
+        read = more[-1] if more else runs[0]
+        linked = tmp_path / "link.jsonl"
+        linked.unlink(missing_ok=True)
+        linked.symlink_to(read)
+        for table in (read, str(linked)):
+            failed = run(runs[0], *more, "--by-record", table)
+            assert f"--by-record: {table} is read here, and would be overwritten" in str(failed.exception)
+    assert Path(runs[0]).read_bytes() == answers
 
 
 def test_a_tracker_that_is_missing_is_named_first(monkeypatch):
