@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from ragspec.cli.options import (
     print_table,
     set_debug,
 )
+
+if TYPE_CHECKING:
+    from ragspec.config.run import RunConfig
 
 
 @with_settings(*WHAT, "runner", "draft_model", "batch_size")
@@ -64,6 +67,7 @@ def tune(
     set_debug(debug)
     check_format(format)
     run_config, console = load(config, settings, override, input, max_new_tokens)
+    _check_output(output, run_config)
     with TemporaryDirectory() as folder:
         tuned = tuning.tune(
             run_config,
@@ -80,3 +84,17 @@ def tune(
     if format is not None:
         print_table(tuned.figures, format)
     console.print(f"{tuned.verdict}; its config is in {output}", markup=False)
+
+
+def _check_output(path: Path, config: RunConfig) -> None:
+    """Raise ConfigError if the tuned config cannot go to `path`, or would replace the records or the answers."""
+    from os.path import realpath
+
+    from ragspec.config.redaction import revealed
+    from ragspec.errors import ConfigError
+
+    if path.is_dir():
+        raise ConfigError(f"--output: {path} is a folder; give the name of a file")
+    used = [*(revealed(config.input.path) if config.input else ()), str(revealed(config.output.path))]
+    if any(realpath(each) == realpath(path) for each in used):
+        raise ConfigError(f"--output: {path} is the input or output of the config; choose another name")

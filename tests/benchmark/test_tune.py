@@ -103,3 +103,18 @@ def test_tune_without_choice_is_one_line(tmp_path):
     done = ragspec("tune", "-c", config)
     assert done.returncode == 2
     assert "has no method to try without further settings" in done.stderr
+
+
+def test_tune_says_first_that_its_config_cannot_be_written(tmp_path):
+    records = tmp_path / "q.jsonl"
+    records.write_bytes(SAMPLE.read_bytes())
+    (tmp_path / "c.yaml").write_text(f"runner: fake\ninput: {records}\noutput: {tmp_path / 'a.jsonl'}\n")
+    for name, words in (
+        ("q.jsonl", "is the input or output of the config"),
+        ("a.jsonl", "is the input or output of the config"),
+        ("", "is a folder"),
+    ):
+        done = ragspec("tune", "-c", tmp_path / "c.yaml", "-o", tmp_path / name)
+        assert done.returncode == 2
+        assert words in done.stderr
+    assert records.read_bytes() == SAMPLE.read_bytes()
