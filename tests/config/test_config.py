@@ -76,8 +76,8 @@ def test_every_sample_config_loads(path, monkeypatch):
         ("model: demo\nretrieval: {top_k: 3}", "retrieval.index: missing; name the folder of the index"),
         (
             "model: demo\nstructured: {choice: [yes, no]}",
-            "structured.choice.0: true is not allowed: must be a valid string; in YAML, a text such as yes, no, on, off "
-            "or true needs quotes",
+            "structured.choice.0: true is not allowed: must be a valid string; in YAML, a text such as yes, no, on, "
+            "off or true needs quotes",
         ),
         ("model: demo\nsampling: {stop: ['']}", 'sampling.stop.0: "" is not allowed: must have at least 1 character'),
     ],
