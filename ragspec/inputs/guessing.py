@@ -82,7 +82,8 @@ def guessed(values: Sequence[Any]) -> Mapping:
             some = {ours: theirs for ours, theirs in mapping.items() if ours not in left_out}
             if 2 * _parsed(records, some) >= len(records):
                 return some
-    return mapping if refused or _context_names(records) else {}
+    unread = refused or _context_names(records)  # errors are then about the passages, unless rows have another prompt
+    return mapping if unread and _parsed(records, mapping) >= _parsed(records, {}) else {}
 
 
 def _name_of(records: Sequence[dict[str, Any]], ours: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ragspec.config.load import build_config
-from ragspec.inputs.guessing import first_rows
+from ragspec.inputs.guessing import first_rows, guessed
 from ragspec.run.generate import generate
 from ragspec.run.inspect import inspect, with_columns
 from tests.conftest import read_jsonl, write_jsonl
@@ -231,3 +231,10 @@ def test_passages_that_cannot_be_read_are_what_the_error_is_about(tmp_path):
     _, failed, _ = run(path)
     assert set(failed) == {"q0", "q1", "q2"}
     assert all('"contexts" item 1 must be a string or an object' in message for message in failed.values())
+
+
+@pytest.mark.parametrize("name", ["question", "input", "instruction"])
+@pytest.mark.parametrize("empty", ["", None])
+def test_an_empty_column_does_not_take_the_place_of_a_prompt(name, empty):
+    row = {"prompt": "Say why.", name: empty, "context": "The tower is old."}
+    assert guessed([row] * 3) == {}
