@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -37,8 +38,10 @@ NAMES = {
     ),
     "score": ("score", "similarity", "relevance", "relevance_score", "similarity_score", "_score", "rank_score"),
 }
+PLURAL = ("texts", "documents")  # of parallel lists, in which each is one text; several may be names of files
 SENTENCE = 20  # characters; a field whose texts are shorter on average is not taken for the text
 DIGIT = re.compile(r"\d")
+MOST_OBJECTS = 16  # names of objects in passages that are searched at each level
 CLEARLY = 3  # times longer than others is a text that they are not
 LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or a printed Python list
 
@@ -119,7 +122,7 @@ def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
             records.append([item for item in listed(value) if isinstance(item, dict)])
     found: dict[str, str] = {}
     for ours in ("text", "id", "title", "score"):
-        paths = [path for path in _paths(ours, records) if path not in found.values()]
+        paths = [path for path in _paths(ours, records, found.get("text")) if path not in found.values()]
         fitting = [path for path in paths if _fits(ours, path, records)]
         if ours == "text":
             fitting = [_text_among(fitting, records) or _longest(records) or ""]
@@ -128,18 +131,23 @@ def guessed_fields(values: Sequence[Any]) -> dict[str, str]:
     return {ours: found[ours] for ours in FIELDS if found.get(ours, ours) not in (ours, "sentences")}
 
 
-def _paths(ours: str, records: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
-    """Return the candidate paths of a field: top-level names first, then names one and two levels down."""
+def _paths(ours: str, records: Sequence[Sequence[dict[str, Any]]], text: str | None) -> list[str]:
+    """Return the candidate paths of a field: top-level names first, then names one and two levels down.
+
+    text: the path of the text, if known. Two levels down in another object, a name or an id is hardly the passage's.
+    """
     items = [item for each in records for item in each]
     outer = _objects_in(items)
-    inner = [f"{name}.{more}" for name in outer for more in _objects_in([item.get(name) for item in items])]
+    beside = outer if ours == "text" else [name for name in outer if f"{text}".startswith(f"{name}.")]
+    inner = [f"{name}.{more}" for name in beside for more in _objects_in([item.get(name) for item in items])]
     return [*NAMES[ours], *(f"{path}.{name}" for paths in (outer, inner) for name in NAMES[ours] for path in paths)]
 
 
 def _objects_in(items: Sequence[Any]) -> list[str]:
-    """Return the names under which some objects hold others."""
+    """Return the names under which some objects hold others; the commonest, since names may be ids."""
     objects = [item for item in items if isinstance(item, dict)]
-    return sorted({name for item in objects for name, value in item.items() if isinstance(value, dict)})
+    counts = Counter(name for item in objects for name, value in item.items() if isinstance(value, dict))
+    return sorted(name for name, _ in counts.most_common(MOST_OBJECTS))
 
 
 def _fits(ours: str, path: str, records: Sequence[Sequence[dict[str, Any]]]) -> bool:
@@ -157,7 +165,8 @@ def _fits(ours: str, path: str, records: Sequence[Sequence[dict[str, Any]]]) -> 
     if ours == "score":
         fitting = sum(map(_is_number, values))
     else:
-        fitting = sum(is_text(value) or (ours == "text" and _are_sentences(value)) for value in values)
+        sentences = ours == "text" and path.rpartition(".")[2] not in PLURAL
+        fitting = sum(is_text(value) or (sentences and _are_sentences(value)) for value in values)
     return fitting > 0 and 2 * fitting >= len(values)
 
 
@@ -178,14 +187,16 @@ def _at(item: dict[str, Any], path: str) -> Any:
 def _text_among(paths: Sequence[str], records: Sequence[Sequence[dict[str, Any]]]) -> str | None:
     """Return the first path whose texts can be a passage's: not blank, nor ids or labels beside a field of real texts.
 
-    `text` itself is taken unless another of the usual names has such texts.
+    `text` itself is taken unless another of the usual names has such texts. A text two levels down is not taken beside
+    clearly longer ones: it may be that of something else.
     """
     means = {path: _mean_length(path, records) for path in paths}
     usual = max(means.values(), default=0.0)
     longest = max([usual, *_lengths(records).values()])
     for path, mean in means.items():
         best = usual if path == "text" else longest
-        if mean and not (mean < SENTENCE <= best and CLEARLY * mean <= best):
+        doubtful = mean < SENTENCE <= best or path.count(".") > 1
+        if mean and not (doubtful and CLEARLY * mean <= best):
             return path
     return None if longest else next(iter(paths), None)
 

@@ -1,6 +1,7 @@
 """Passages in every shape that datasets and frameworks give them, and the mapping that `inspect` offers for each."""
 
 import json
+import time
 
 import pytest
 
@@ -8,7 +9,7 @@ from ragspec.config.io import InputConfig
 from ragspec.config.load import build_config
 from ragspec.errors import RecordError
 from ragspec.inputs.columns import Columns
-from ragspec.inputs.passages import passages_of
+from ragspec.inputs.passages import guessed_fields, passages_of
 from ragspec.inputs.record import parse_record
 from ragspec.records import Passage
 from ragspec.run.generate import generate
@@ -377,3 +378,26 @@ def test_a_template_may_write_a_passage_itself(tmp_path):
     )
     assert "The tower is old." in read_jsonl(tmp_path / "out.jsonl")[0]["output"]
     assert "Passage(" not in read_jsonl(tmp_path / "out.jsonl")[0]["output"]
+
+
+@pytest.mark.parametrize(
+    ("passage", "fields"),
+    [
+        ({"inhalt": 5 * LONG, "meta": {"from": {"document": "Annual report of 2021, 3"}}}, {"text": "inhalt"}),
+        ({"inhalt": 5 * LONG, "documents": ["Annual report of 2021.pdf"]}, {"text": "inhalt"}),
+        ({"text": LONG, "meta": {"author": {"name": "Ann", "id": "u1"}, "mood": {"score": 0.3}}}, {}),
+        (
+            {"_source": {"text": LONG, "meta": {"title": "T"}}, "by": {"author": {"name": "Ann"}}},
+            {"title": "_source.meta.title", "text": "_source.text"},
+        ),
+    ],
+)
+def test_what_is_nested_in_a_passage_does_not_replace_its_own_fields(passage, fields):
+    assert guessed_fields([[passage]]) == fields
+
+
+def test_names_that_are_ids_are_not_all_searched():
+    passages = [{"text": LONG, "links": {f"Q{i}": {"name": "n"}}, f"P{i}": {"of": {}}} for i in range(1000)]
+    started = time.perf_counter()
+    assert guessed_fields([passages]) == {}
+    assert time.perf_counter() - started < 10  # each name in each passage takes minutes
