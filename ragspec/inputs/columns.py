@@ -128,7 +128,7 @@ class Columns:
         if inside == ours:
             return look_up(value, path) is not MISSING
         passages = [item for item in self._passages(value) if isinstance(item, dict)]
-        return not passages or any(look_up(item, path) is not MISSING for item in passages)
+        return not passages or any(_in_passage(item, path) is not MISSING for item in passages)
 
     def _level(self, value: dict[str, Any], ours: str, path: str) -> tuple[str, list[str]]:
         """Return the first missing name of a path in a record, and the names at that level."""
@@ -214,8 +214,14 @@ def _found(value: dict[str, Any], path: str, ours: str) -> Any:
 
 
 def _or_none(path: str, item: dict[str, Any]) -> Any:
-    found = look_up(item, path)
+    found = _in_passage(item, path)
     return None if found is MISSING else found
+
+
+def _in_passage(item: dict[str, Any], path: str) -> Any:
+    """Return the value at a path in a listed passage; LangChain's serialized objects are listed as their `kwargs`."""
+    found = look_up(item, path)
+    return look_up(item, path.removeprefix("kwargs.")) if found is MISSING else found
 
 
 def _parsed(cell: Any, name: str) -> Any:

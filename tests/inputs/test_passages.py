@@ -401,3 +401,11 @@ def test_names_that_are_ids_are_not_all_searched():
     started = time.perf_counter()
     assert guessed_fields([passages]) == {}
     assert time.perf_counter() - started < 10  # each name in each passage takes minutes
+
+
+def test_a_mapping_may_name_the_kwargs_of_langchains_serialized_objects(tmp_path):
+    passage = {"lc": 1, "id": ["Document"], "kwargs": {"page_content": LONG, "metadata": {"source": "a"}}}
+    fields = {"path": "docs", "id": "kwargs.metadata.source", "text": "kwargs.page_content"}
+    write_jsonl(tmp_path / "in.jsonl", [{"query": "q", "docs": [passage]}])
+    found = inspect(InputConfig(path=[str(tmp_path / "in.jsonl")], columns={"contexts": fields}))
+    assert found.record.contexts == (Passage("a", LONG),)
