@@ -23,6 +23,11 @@ Mapping = dict[str, str | dict[str, str]]
 FIRST = 20  # rows
 OPTIONAL = ("id", "reference")  # keys that a mapping can do without
 ELSE = {name for ours, names in GUESSES.items() if ours != "contexts" for name in names}  # names of other fields
+# parts of the names of lists that are no passages, though their texts may be as long
+OTHERS = (
+    *("answer", "choice", "option", "candidate", "distractor", "history", "dialog", "conversation", "turn", "example"),
+    *("response", "completion", "solution", "test", "explanation", "rationale", "step", "rubric", "annotation"),
+)
 LONG = 60  # characters on average; texts of lists under unusual names that are shorter may be labels
 # names of passages that often are something else, such as addresses: only what reads as text is taken
 VAGUE = {"evidence", "hits", "sources", "knowledge", "article", "background"}
@@ -141,23 +146,30 @@ def _at(path: str, records: Sequence[dict[str, Any]]) -> Iterator[tuple[str | di
         yield mapping, sum(map(bool, parsed))
 
 
-def unread_passages(fields: dict[str, Any]) -> str:
-    """Return the name of a field that looks like passages, "" without one. fields: those that a record did not need."""
+def unread_passages(fields: dict[str, Any], *, usual_name: bool = False) -> str:
+    """Return the name of a field that looks like passages, "" without one. fields: those that a record did not need.
+
+    usual_name: only if its name is usual for passages.
+    """
     named = {plain_name(name): name for name, value in reversed(fields.items()) if _may_be_passages(name, value)}
     usual = next((named[guess] for guess in GUESSES["contexts"] if guess in named), "")
-    return usual or next((name for name, value in fields.items() if _look_like_passages(name, value)), "")
+    if usual or usual_name:
+        return usual
+    return next((name for name, value in fields.items() if _look_like_passages(name, value)), "")
 
 
 def _look_like_passages(name: str, value: Any) -> bool:
     """Return whether a list under an unusual name holds long texts, or objects of which one field is such a text."""
-    if not isinstance(value, list) or plain_name(name) in ELSE:
+    plain = plain_name(name)
+    if not isinstance(value, list) or plain in ELSE or any(part in plain for part in OTHERS):
         return False
+    value = value[:FIRST]  # there may be very many
     if any(isinstance(item, dict) and "role" in item for item in value):  # messages
         return False
     columns, texts = Columns({"contexts": {"path": name, **guessed_fields([value])}}), list[str]()
     with suppress(RecordError):
         texts = [passage.text for passage in passages_of(columns.of({name: value})["contexts"])]
-    return bool(texts) and sum(map(len, texts)) >= LONG * len(texts)
+    return 2 * sum(map(_is_name, texts)) < len(texts) and sum(map(len, texts)) >= LONG * len(texts)
 
 
 def _may_be_passages(name: str, value: Any) -> bool:

@@ -36,13 +36,22 @@ VARIABLES = ("query", "contexts", "best_first", "system", "metadata", "id", "cha
 
 def uses_contexts(template: str | None) -> bool:
     """Return whether a config's own template uses passages; False for the default one and for an invalid one."""
+    return _uses(template, "contexts")
+
+
+def uses_metadata(template: str | None) -> bool:
+    """Return whether a config's own template uses a record's other fields."""
+    return _uses(template, "metadata")
+
+
+def _uses(template: str | None, name: str) -> bool:
     if template is None:
         return False
     try:
         parsed = ImmutableSandboxedEnvironment().parse(NAMED.get(template, template))
     except TemplateError:  # compiled() reports it
         return False
-    return "contexts" in meta.find_undeclared_variables(parsed)
+    return name in meta.find_undeclared_variables(parsed)
 
 
 def compiled(template: str | None, *, ranks: bool = False) -> Any:

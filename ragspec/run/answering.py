@@ -206,7 +206,9 @@ def _passages(flight: RecordInFlight) -> tuple[tuple[int, int] | None, str]:
         return (kept, dropped), ""
     if record.contexts:  # the template does not use them
         return None, ""
-    return None if record.query is None else (0, 0), unread_passages(record.metadata)
+    if record.query is None:  # beside messages or a prompt, lists under other names are most often something else
+        return None, unread_passages(record.metadata, usual_name=True)
+    return (0, 0), unread_passages(record.metadata)
 
 
 def with_contexts(task: RecordTask, hits: list[Hit]) -> RecordTask:

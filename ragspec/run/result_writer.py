@@ -11,7 +11,7 @@ from ragspec.errors import cause_of
 from ragspec.inputs.base import Source
 from ragspec.outputs.answers import FailedRecord, LineFormat
 from ragspec.outputs.journal import Journal
-from ragspec.prompts.templates import uses_contexts
+from ragspec.prompts.templates import uses_contexts, uses_metadata
 from ragspec.run.answering import RecordResult
 from ragspec.run.session import Session
 from ragspec.stats import RunSummary
@@ -69,9 +69,10 @@ class PassageCount:
             or uses_contexts(config.prompt.template)
             or self.without < self.questions / 2
         )
-        if self.without and (expected or self.unread):
-            field = f'; {self.unread} with a field "{self.unread_name}" that is not read: see ragspec inspect'
-            found.append(f"{self.without} of {self.questions} records have no passages{field if self.unread else ''}")
+        unread = 0 if uses_metadata(config.prompt.template) else self.unread
+        if self.without and (expected or unread):
+            field = f'; {unread} with a field "{self.unread_name}" that is not read: see ragspec inspect'
+            found.append(f"{self.without} of {self.questions} records have no passages{field if unread else ''}")
         if self.unfit:
             found.append(
                 f"{self.unfit} of {self.questions} records were answered without passages, because not even their "

@@ -1,11 +1,12 @@
 """Columns that are read by their usual names: which, and what a row that is unlike the others changes."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from ragspec.config.load import build_config
-from ragspec.inputs.guessing import first_rows, guessed
+from ragspec.inputs.guessing import first_rows, guessed, unread_passages
 from ragspec.run.generate import generate
 from ragspec.run.inspect import inspect, with_columns
 from tests.conftest import read_jsonl, write_jsonl
@@ -238,3 +239,10 @@ def test_passages_that_cannot_be_read_are_what_the_error_is_about(tmp_path):
 def test_an_empty_column_does_not_take_the_place_of_a_prompt(name, empty):
     row = {"prompt": "Say why.", name: empty, "context": "The tower is old."}
     assert guessed([row] * 3) == {}
+
+
+@pytest.mark.parametrize("item", [{"a": 1, "b": {"c": 2, "d": {"e": 1}}}, 0.5])
+def test_a_long_list_is_judged_by_its_beginning(item):
+    started = time.perf_counter()
+    assert unread_passages({"trace": [item] * 300_000}) == ""
+    assert time.perf_counter() - started < 1  # for each record; all items take several
