@@ -55,7 +55,9 @@ class WorkerHandle:
         self.queue_target = FIRST_QUEUE
         self.waiting = 0
         self.filled = False  # whether the last send met queue_target
-        self.sent = self.called = 0.0  # when the last new message was sent; when the last call was made
+        self.sent = self.called = (
+            0.0  # when the last new message was sent, or the actor begun; when the last call was made
+        )
         self.fruitless_deaths = 0  # in a row, without a result between them
         self._return_count = 0
         self._report = LoadReport()  # the current actor's latest
@@ -66,6 +68,7 @@ class WorkerHandle:
         self.queue_target, self.waiting = FIRST_QUEUE, 0
         self._report = LoadReport()
         self.refs.clear()
+        self.sent = time.monotonic()
         self._call("check")
 
     def load(self, records: int | None) -> None:
@@ -93,7 +96,7 @@ class WorkerHandle:
     @property
     def is_overdue(self) -> bool:
         """Whether its actor should have started long ago."""
-        return self.state == "placing" and time.monotonic() - self.called > PLACING_S
+        return self.state == "placing" and time.monotonic() - self.sent > PLACING_S
 
     @property
     def node(self) -> str:
@@ -224,6 +227,14 @@ class WorkerPool:
             raise ConfigError(
                 f"scale: the cluster has room for {self._room} of {len(self.handles)} workers; a benchmark needs all"
             )
+        self._load_all(records)
+        deadline = time.monotonic() + REPORT_S
+        while any("report" in handle.refs for handle in self.handles) and time.monotonic() < deadline:
+            self._replace_lost()
+            self._load_all(records)  # again, if one has died
+
+    def _load_all(self, records: int | None) -> None:
+        """Load until all workers answer. Raises ConfigError and ModelError."""
         while any(handle.state not in ("answering", "gone") for handle in self.handles):
             self.load(records)
             self._replace_lost()
@@ -232,9 +243,6 @@ class WorkerPool:
                     f"scale: a worker has not started within {PLACING_S:g} s; if other candidates have taken the "
                     "cluster's room, --sequential loads one at a time"
                 )
-        deadline = time.monotonic() + REPORT_S
-        while any("report" in handle.refs for handle in self.handles) and time.monotonic() < deadline:
-            self._replace_lost()
 
     def poll_events(self) -> list[WorkerOutput | LostWorker]:
         """Return the events of the next WAIT_S seconds; return early if there are any.
@@ -260,7 +268,9 @@ class WorkerPool:
             else:
                 events += self._take(handle, what, said)
         if all(handle.state == "gone" or handle.is_overdue for handle in self.handles):
-            raise ConfigError(f"scale: no worker has started within {PLACING_S:g} s; see `ray status`")
+            gone = [handle.name for handle in self.handles if handle.state == "gone"]
+            died = f"{', '.join(gone)} died, and no other" if gone else "no"
+            raise ConfigError(f"scale: {died} worker has started within {PLACING_S:g} s; see `ray status`")
         return events + self._find_silent()
 
     def _replace_lost(self) -> None:

@@ -15,7 +15,7 @@ from ragspec.run.ray.worker import Worker
 from ragspec.run.ray.worker_pool import LostWorker, WorkerPool
 from ragspec.run.session import prepare
 from tests.run.ray.helpers import records
-from tests.run.ray.threads import DeadActor, ThreadCluster, fail, on_threads
+from tests.run.ray.threads import DeadActor, LostCall, ThreadCluster, fail, on_threads
 
 
 @contextmanager
@@ -100,8 +100,8 @@ def late(monkeypatch, *numbers):
 
     def slow(worker):
         checked.append(worker)
-        if len(checked) in numbers:
-            patience.wait(20)
+        if len(checked) in numbers and not patience.wait(20):
+            raise DeadActor("the test is over, and with it what it replaces")
         return check(worker)
 
     monkeypatch.setattr(Worker, "check", slow)
@@ -135,3 +135,52 @@ def test_a_benchmark_does_not_begin_with_fewer_workers_than_it_is_of(monkeypatch
     monkeypatch.setattr(ThreadCluster, "room", lambda *_: 1)
     with pytest.raises(ConfigError, match="room for 1 of 2 workers"), pool_of(2):
         pass
+
+
+def test_a_worker_that_dies_before_it_reports_is_loaded_again_before_a_benchmark(monkeypatch):
+    on_threads(monkeypatch)
+    report, dead = Worker.report, []
+
+    def die_once(worker):
+        if not dead:
+            dead.append(worker)
+            raise DeadActor("killed")
+        return report(worker)
+
+    monkeypatch.setattr(Worker, "report", die_once)
+    with pool_of(1) as (_, pool):
+        assert [handle.state for handle in pool.handles] == ["answering"]
+    assert dead
+
+
+def test_a_worker_whose_checks_get_lost_ends_the_run(monkeypatch):
+    on_threads(monkeypatch)
+    monkeypatch.setattr("ragspec.run.ray.worker_pool.PLACING_S", 0.5)
+
+    def lose(worker):
+        if len(lost) < 50:  # else a pool that waits on would never end
+            lost.append(worker)
+            raise LostCall("lost")
+
+    lost = []
+    monkeypatch.setattr(Worker, "check", lose)
+    with pytest.raises(ConfigError, match="no worker has started"), pool_of(1):
+        pass
+
+
+def test_an_error_of_workers_that_do_not_start_names_those_that_died(monkeypatch):
+    on_threads(monkeypatch)
+    late(monkeypatch, 2)
+    monkeypatch.setattr("ragspec.run.ray.worker_pool.PLACING_S", 1)
+    monkeypatch.setattr("ragspec.run.ray.worker_pool.TRIES", 1)
+
+    def die(worker, records):
+        raise DeadActor("killed")
+
+    monkeypatch.setattr(Worker, "run", die)
+    session = prepare(build_config({"runner": "fake", "scale": {"workers": 2}}))
+    with (
+        pytest.raises(ConfigError, match="worker 1 died, and no other worker has started"),
+        WorkerPool(session, session.config.scale) as pool,
+    ):
+        run_pass(session, pool, 20)
