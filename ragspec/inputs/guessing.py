@@ -30,7 +30,7 @@ OTHERS = (
 )
 LONG = 60  # characters on average; texts of lists under unusual names that are shorter may be labels
 # names of passages that often are something else, such as addresses: only what reads as text is taken
-VAGUE = {"evidence", "hits", "sources", "knowledge", "article", "background"}
+VAGUE = {"evidence", "hits", "matches", "sources", "knowledge", "article", "background"}
 
 
 def first_rows(rows: Iterable[Any]) -> list[Any]:

@@ -246,3 +246,8 @@ def test_a_long_list_is_judged_by_its_beginning(item):
     started = time.perf_counter()
     assert unread_passages({"trace": [item] * 300_000}) == ""
     assert time.perf_counter() - started < 1  # for each record; all items take several
+
+
+@pytest.mark.parametrize("matches", [[{"home": "A", "away": "B"}], ["a", "b"], 3])
+def test_matches_that_are_no_passages_are_not_read_as_such(matches):
+    assert guessed([{"question": "Who won?", "matches": matches}] * 3) == {"query": "question"}
