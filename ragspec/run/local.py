@@ -292,8 +292,12 @@ class Pipeline:
         """
         if isinstance(records, str):
             raise ConfigError("records: must be records, not a text; ask() answers a question, generate() reads a file")
-        if hasattr(records, "columns") and hasattr(records, "to_dict"):  # iterating over a data frame gives columns
-            raise ConfigError('records: must be records, not a data frame; give frame.to_dict("records")')
+        is_table = hasattr(records, "to_dict") or hasattr(records, "to_pylist")
+        if hasattr(records, "columns") and is_table:  # iterating over a data frame or an Arrow table gives columns
+            raise ConfigError(
+                'records: must be records, not a data frame; give its rows: to_dict("records") of pandas, to_dicts() '
+                "of Polars, to_pylist() of Arrow"
+            )
         if isinstance(records, Mapping):
             records = [records]
         if self._answering:

@@ -61,7 +61,7 @@ def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limi
 def _check_output(output: str) -> None:
     """Raise ConfigError for a name whose format has columns for answers, and none for a record's other fields."""
     if output.rstrip("/").lower().endswith((".parquet", CSV, LANCE)):
-        raise ConfigError(f"{output}: is written as JSONL; choose another name, such as NAME.jsonl")
+        raise ConfigError(f"{output}: the output is JSON Lines; choose another name, such as NAME.jsonl")
     check_name(OutputConfig(path=output))
 
 

@@ -675,7 +675,7 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
         *(
             (
                 ["retrieve", "--index", tmp_path / "no", "-o", tmp_path / name, *more, SAMPLE],
-                f"{name}: is written as JSONL",
+                f"{name}: the output is JSON Lines",
             )
             for name, *more in (["a.csv"], ["a.lance"], ["a.parquet"], ["a.csv", "--evaluate"])
         ),

@@ -209,7 +209,7 @@ class Cluster:
             errors.WorkerCrashedError,
             errors.NodeDiedError,
             errors.ObjectLostError,
-            errors.OutOfMemoryError,  # Ray killed the actor, since its machine runs out of memory
+            errors.OutOfMemoryError,  # Ray killed the actor because its machine was short of memory
         )
 
 

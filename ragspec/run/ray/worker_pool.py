@@ -222,7 +222,7 @@ class WorkerPool:
                 handle.send([])
 
     def start_workers(self, records: int | None) -> None:
-        """Wait until all workers answer, as a benchmark of so many needs. Raises ConfigError and ModelError."""
+        """Wait until all workers answer: a benchmark measures that many. Raises ConfigError and ModelError."""
         if self._room < len(self.handles):
             raise ConfigError(
                 f"scale: the cluster has room for {self._room} of {len(self.handles)} workers; a benchmark needs all"
