@@ -55,9 +55,8 @@ class WorkerHandle:
         self.queue_target = FIRST_QUEUE
         self.waiting = 0
         self.filled = False  # whether the last send met queue_target
-        self.sent = self.called = (
-            0.0  # when the last new message was sent, or the actor begun; when the last call was made
-        )
+        self.sent = 0.0  # when the last new message was sent, or the actor was started
+        self.called = 0.0  # when the last call was made
         self.fruitless_deaths = 0  # in a row, without a result between them
         self._return_count = 0
         self._report = LoadReport()  # the current actor's latest
