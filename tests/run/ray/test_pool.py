@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 
@@ -28,11 +29,11 @@ def pool_of(workers, **args):
         pool.shut_down()
 
 
-def run_pass(session, pool, count):
+def run_pass(session, pool, number):
     """Return the ids of the lines of one pass."""
     sink = MemorySink()
     with Journal(sink) as journal:
-        RayPass(session, pool, MemorySource(records(count)), journal).stream()
+        RayPass(session, pool, MemorySource(records(number)), journal).stream()
     return [line["id"] for line in sink.take()]
 
 
@@ -95,12 +96,11 @@ def test_a_check_that_comes_again_does_not_replace_the_runner_that_reports(monke
 
 
 def late(monkeypatch, *numbers):
-    """Let workers of these numbers take long to start, counted from 1."""
-    check, checked, patience = Worker.check, [], threading.Event()
+    """Let the workers that are checked first, second, ... take long to start."""
+    check, calls, patience = Worker.check, count(1), threading.Event()
 
     def slow(worker):
-        checked.append(worker)
-        if len(checked) in numbers and not patience.wait(20):
+        if next(calls) in numbers and not patience.wait(20):
             raise DeadActor("the test is over, and with it what it replaces")
         return check(worker)
 
@@ -180,7 +180,7 @@ def test_an_error_of_workers_that_do_not_start_names_those_that_died(monkeypatch
     monkeypatch.setattr(Worker, "run", die)
     session = prepare(build_config({"runner": "fake", "scale": {"workers": 2}}))
     with (
-        pytest.raises(ConfigError, match="worker 1 died, and no other worker has started"),
+        pytest.raises(ConfigError, match=r"worker \d died, and no other worker has started"),
         WorkerPool(session, session.config.scale) as pool,
     ):
         run_pass(session, pool, 20)
