@@ -234,9 +234,12 @@ class WorkerPool:
 
     def _load_all(self, records: int | None) -> None:
         """Load until all workers answer. Raises ConfigError and ModelError."""
-        while any(handle.state not in ("answering", "gone") for handle in self.handles):
+        while any(handle.state != "answering" for handle in self.handles):
             self.load(records)
             self._replace_lost()
+            for handle in self.handles:
+                if handle.state == "gone":
+                    raise ModelError(f"{handle.name} died {TRIES} times before it answered; a benchmark needs all")
             if any(handle.is_overdue for handle in self.handles):
                 raise ConfigError(
                     f"scale: a worker has not started within {PLACING_S:g} s; if other candidates have taken the "

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from ragspec.config.load import build_config
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, ModelError
 from ragspec.inputs.sources import MemorySource
 from ragspec.outputs.base import MemorySink
 from ragspec.outputs.journal import Journal
@@ -134,6 +134,21 @@ def test_a_benchmark_does_not_begin_with_fewer_workers_than_it_is_of(monkeypatch
     on_threads(monkeypatch)
     monkeypatch.setattr(ThreadCluster, "room", lambda *_: 1)
     with pytest.raises(ConfigError, match="room for 1 of 2 workers"), pool_of(2):
+        pass
+
+
+def test_a_benchmark_ends_if_one_of_its_workers_cannot_load(monkeypatch):
+    on_threads(monkeypatch)
+    run, first = Worker.run, []
+
+    def die(worker, records):
+        first.append(worker)
+        if worker is not first[0]:
+            raise DeadActor("killed")
+        return run(worker, records)
+
+    monkeypatch.setattr(Worker, "run", die)
+    with pytest.raises(ModelError, match=r"worker \d died 3 times before it answered"), pool_of(2):
         pass
 
 
