@@ -75,7 +75,7 @@ def evaluate(
     check_trackers(log_to or ())
     if by_record is not None:
         check_table(by_record, "--by-record")
-        _check_unread(by_record, [answers, references, against])
+        _check_unread(by_record, [path for path in (answers, references, against) if path is not None])
     config = None
     if judge is not None:
         from ragspec.config.load import load_config
@@ -108,13 +108,12 @@ def evaluate(
         raise typer.Exit(code)
 
 
-def _check_unread(by_record: str, read: Sequence[str | None]) -> None:
+def _check_unread(by_record: str, read: Sequence[str]) -> None:
     """Raise ConfigError if the table of scores would replace a file that this command reads."""
-    from os.path import realpath
-
     from ragspec.errors import ConfigError
+    from ragspec.host.files import is_among
 
-    if any(path is not None and realpath(path) == realpath(by_record) for path in read):
+    if is_among(by_record, read):
         raise ConfigError(f"--by-record: {by_record} is read here, and would be overwritten; choose another name")
 
 

@@ -88,13 +88,12 @@ def tune(
 
 def _check_output(path: Path, config: RunConfig) -> None:
     """Raise ConfigError if the tuned config cannot go to `path`, or would replace the records or the answers."""
-    from os.path import realpath
-
     from ragspec.config.redaction import revealed
     from ragspec.errors import ConfigError
+    from ragspec.host.files import is_among
 
     if path.is_dir():
         raise ConfigError(f"--output: {path} is a folder; give the name of a file")
     used = [*(revealed(config.input.path) if config.input else ()), str(revealed(config.output.path))]
-    if any(realpath(each) == realpath(path) for each in used):
+    if is_among(path, used):
         raise ConfigError(f"--output: {path} is the input or output of the config; choose another name")

@@ -232,9 +232,8 @@ class EngineBackend:
         for model in self._models:
             steps = model.steps
             if steps is not None and steps.captures:
-                most = rows if model.pool is None else min(rows, model.pool.rows_of(REACHES[1]))
                 several = model is self._draft or self._method != PLAIN  # a draft model reads what was accepted
-                count += steps.capture(most, drafts=several)
+                count += steps.capture(model.rows_of(rows, REACHES[1]), drafts=several)
         if count:
             self.notes.add(f"graphs: {count} steps captured in {time.perf_counter() - started:.0f} s")
 

@@ -242,8 +242,7 @@ def probe(model: Model, rows: int) -> StepCost:
     Where the cache cannot grow, of as many of them as it has room for at the greatest reach.
     """
     asked = rows
-    if model.pool is not None:
-        rows = min(rows, model.pool.rows_of(_reaches(model)[1]))
+    rows = model.rows_of(rows, _reaches(model)[1])
     if model.steps is not None:  # few shapes, since each is compiled and captured, and the run's own
         shapes = [(1, 1), (1, FOUR), (min(4, rows), FOUR), (rows, 1), (rows, FOUR), (rows, FOUR**2)]
         segments = {count * tokens: [Segment(row, SHORT, tokens) for row in range(count)] for count, tokens in shapes}

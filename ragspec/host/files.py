@@ -9,7 +9,7 @@ is the file system's.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -42,6 +42,13 @@ def replacing(path: Path, draft: str = "draft") -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
     written.replace(path)
     sync_folder(path.parent)
+
+
+def is_among(path: str | Path, others: Iterable[str | Path]) -> bool:
+    """Return whether a path leads to one of other files, be it through links."""
+    here = Path(os.path.realpath(path))
+    there = [Path(os.path.realpath(other)) for other in others]
+    return here in there or (here.exists() and any(here.samefile(other) for other in there if other.exists()))
 
 
 def write_whole(path: Path, content: bytes) -> None:

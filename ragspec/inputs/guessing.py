@@ -22,9 +22,9 @@ from ragspec.inputs.values import is_text
 Mapping = dict[str, str | dict[str, str]]
 FIRST = 20  # rows
 OPTIONAL = ("id", "reference")  # keys that a mapping can do without
-ELSE = {name for ours, names in GUESSES.items() if ours != "contexts" for name in names}  # names of other fields
+OTHER_FIELDS = {name for ours, names in GUESSES.items() if ours != "contexts" for name in names}
 # parts of the names of lists that are no passages, though their texts may be as long
-OTHERS = (
+NO_PASSAGES = (
     *("answer", "choice", "option", "candidate", "distractor", "history", "dialog", "conversation", "turn", "example"),
     *("response", "completion", "solution", "test", "explanation", "rationale", "step", "rubric", "annotation"),
 )
@@ -134,16 +134,22 @@ def _at(path: str, records: Sequence[dict[str, Any]]) -> Iterator[tuple[str | di
     Nothing unless at least half of what is there are passages.
     """
     holders = [record for record in records if isinstance(look_up(record, path), str | list | dict)]
-    fields = guessed_fields([look_up(record, path) for record in holders])
-    mapping: str | dict[str, str] = {"path": path, **fields} if fields else path
-    columns, parsed = Columns({"contexts": mapping}), []
-    for record in holders:
-        with suppress(RecordError):
-            parsed.append(passages_of(columns.of(record)["contexts"]))
-    texts = [passage.text for contexts in parsed for passage in contexts]
+    mapping, parsed = _read(path, holders)
+    texts = [text for contexts in parsed for text in contexts]
     names = plain_name(path) in VAGUE and 2 * sum(map(_is_name, texts)) > len(texts)
     if texts and 2 * len(parsed) >= len(holders) and not names:
         yield mapping, sum(map(bool, parsed))
+
+
+def _read(path: str, records: Sequence[dict[str, Any]]) -> tuple[str | dict[str, str], list[list[str]]]:
+    """Return a path with the names of the fields there, and the passages' texts of each record that can be read."""
+    fields = guessed_fields([look_up(record, path) for record in records])
+    mapping: str | dict[str, str] = {"path": path, **fields} if fields else path
+    columns, parsed = Columns({"contexts": mapping}), []
+    for record in records:
+        with suppress(RecordError):
+            parsed.append([passage.text for passage in passages_of(columns.of(record)["contexts"])])
+    return mapping, parsed
 
 
 def unread_passages(fields: dict[str, Any], *, usual_name: bool = False) -> str:
@@ -161,14 +167,12 @@ def unread_passages(fields: dict[str, Any], *, usual_name: bool = False) -> str:
 def _look_like_passages(name: str, value: Any) -> bool:
     """Return whether a list under an unusual name holds long texts, or objects of which one field is such a text."""
     plain = plain_name(name)
-    if not isinstance(value, list) or plain in ELSE or any(part in plain for part in OTHERS):
+    if not isinstance(value, list) or plain in OTHER_FIELDS or any(part in plain for part in NO_PASSAGES):
         return False
     value = value[:FIRST]  # there may be very many
     if any(isinstance(item, dict) and "role" in item for item in value):  # messages
         return False
-    columns, texts = Columns({"contexts": {"path": name, **guessed_fields([value])}}), list[str]()
-    with suppress(RecordError):
-        texts = [passage.text for passage in passages_of(columns.of({name: value})["contexts"])]
+    texts = [text for contexts in _read(name, [{name: value}])[1] for text in contexts]
     return 2 * sum(map(_is_name, texts)) < len(texts) and sum(map(len, texts)) >= LONG * len(texts)
 
 

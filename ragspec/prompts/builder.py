@@ -94,14 +94,14 @@ class PromptBuilder:
         """Return whether a record's last message is an answer that the model is not to continue."""
         if not record.messages or record.messages[-1]["role"] != "assistant":
             return False
-        return not {**self._config.chat_template_kwargs, **record.template_args}.get("continue_final_message")
+        return not self._continued_message(record)
 
-    def _continued_message(self, record: Record) -> str:
-        """Return the message that the model is to continue, "" for a new one."""
+    def _continued_message(self, record: Record) -> dict[str, Any] | None:
+        """Return the message that the model is to continue, None for a new one."""
         if not record.messages:
-            return ""
+            return None
         given = arguments(record.messages, self._config.chat_template_kwargs, record.template_args)
-        return str(record.messages[-1]["content"]) if given.get("continue_final_message") else ""
+        return record.messages[-1] if given.get("continue_final_message") else None
 
     def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
         """Return how many of `max_new_tokens` fit after a prompt."""
@@ -196,7 +196,9 @@ class PromptBuilder:
         ids = self._tokenizer.encode(written.text, special_tokens=written.special_tokens, own=written.own)
         thinking = None
         if self._thinking is not None and not record.raw:
-            thinking = thinking_after_prompt(self._thinking, written.text, self._continued_message(record))
+            continued = self._continued_message(record)
+            begun = str(continued["content"]) if continued else ""
+            thinking = thinking_after_prompt(self._thinking, written.text, begun)
         return Prompt(ids, kept, dropped, thinking=thinking, written=written)
 
     def _compose(self, record: Record, contexts: tuple[Passage, ...]) -> PromptText:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError
-from ragspec.host.files import write_whole
+from ragspec.host.files import is_among, write_whole
 from ragspec.inputs.storage import advising
 from ragspec.outputs.reader import OUTPUT_HINT, answers_in, text_of, tokens_of
 from ragspec.quality.graded import references_of
@@ -80,7 +80,7 @@ class Pairs:
 
 def write_pairs(one: str, other: str, path: Path) -> Pairs:
     """Write the page of two outputs, and return its content. Raises ConfigError if they have no record in common."""
-    if path.exists() and any(path.samefile(each) for each in (one, other) if Path(each).exists()):
+    if is_among(path, (one, other)):
         raise ConfigError(f"--output: {path} is one of the two outputs; choose another name for the page")
     found = pairs_of(one, other)
     ranked = sorted(found.pairs, key=lambda pair: pair.same)

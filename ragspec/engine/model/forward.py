@@ -233,6 +233,10 @@ class Model:
         """The cache, if it is in blocks and cannot grow."""
         return self.cache if isinstance(self.cache, PagedCache) and self.cache.fixed else None
 
+    def rows_of(self, rows: int, tokens: int) -> int:
+        """Return how many of so many rows, each of `tokens` tokens, the cache has room for, one at least."""
+        return rows if self.pool is None else min(rows, self.pool.rows_of(tokens))
+
     def forget_steps(self) -> None:
         """Capture steps anew, since the model's code has changed."""
         if self.steps is not None:

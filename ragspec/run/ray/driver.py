@@ -24,7 +24,8 @@ from ragspec.run.energy import RunEnergy
 from ragspec.run.ordering import Say, ignore_note, ordering_of
 from ragspec.run.ray.leases import Leases
 from ragspec.run.ray.messages import WorkerMessage
-from ragspec.run.ray.worker_pool import LostWorker, WorkerHandle, WorkerPool
+from ragspec.run.ray.worker_handle import WorkerHandle
+from ragspec.run.ray.worker_pool import LostWorker, WorkerPool
 from ragspec.run.record_reader import RecordReader
 from ragspec.run.result_writer import Observer, Report, ResultWriter
 from ragspec.run.session import Session

@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import time
+from concurrent.futures import Future
 from threading import Condition, Lock
 from typing import Any
 
@@ -45,9 +46,8 @@ class Worker:
         self._mailbox, self._results = Mailbox(), ResultBuffer()
         self._state = "loading"
         self._exchanging = Lock()
-        self._ran, self._runs, self._over = Condition(), 0, False  # calls of run(), and whether the first has ended
-        self._error: RagspecError | None = None
-        self._raised: Exception | None = None
+        self._ran, self._runs = Condition(), 0  # calls of run()
+        self._end: Future[RagspecError | None] = Future()  # of the first
         self._last_number, self._last_reply = 0, b""
         self._report = LoadReport()
 
@@ -72,17 +72,14 @@ class Worker:
             self._run_once(records)
         with self._ran:  # a repeated call waits for the same end, and takes the place of the one before
             self._ran.notify_all()
-            self._ran.wait_for(lambda: self._over or number < self._runs)
-        if self._raised is not None:
-            raise self._raised
-        return self._error
+            self._ran.wait_for(lambda: self._end.done() or number < self._runs)
+        return self._end.result() if self._end.done() else None
 
     def _run_once(self, records: int | None) -> None:
         try:
-            self._error = self._run(records)
+            self._end.set_result(self._run(records))
         except Exception as error:  # raised by each call: a repeated one must not take it for the end of the run
-            self._raised = error
-        self._over = True
+            self._end.set_exception(error)
 
     def _run(self, records: int | None) -> RagspecError | None:
         assert self._session is not None

@@ -18,14 +18,11 @@ from ragspec.config.sections import ScaleConfig
 from ragspec.errors import ConfigError, ModelError
 from ragspec.run.ray.cluster import Cluster
 from ragspec.run.ray.leases import DEATH, SILENCE
-from ragspec.run.ray.messages import End, LoadReport, WorkerLocation, WorkerMessage, pack, unpack
+from ragspec.run.ray.messages import End, LoadReport, WorkerLocation, WorkerMessage, unpack
 from ragspec.run.ray.worker import Worker
+from ragspec.run.ray.worker_handle import WAIT_S, WorkerHandle
 from ragspec.run.session import Session
-from ragspec.stats import WorkerSummary
 
-FIRST_QUEUE = 16  # initial queue_target
-MAX_QUEUE = 4096
-WAIT_S = 0.5  # longest wait of a worker for a result
 TRIES = 3  # deaths in a row without a result, after which a worker is not replaced
 PLACING_S = 300.0  # a busy machine takes minutes to start a process that imports torch
 GATHERING_S = 30.0  # for the other workers, once one has started: a run takes in those that come later
@@ -34,121 +31,6 @@ CALLS_PER_TIMEOUT = 4  # times that a silent worker is called
 RESEND_PAUSE_S = 0.1  # before a lost message is sent again
 REPORT_S = 30.0  # for loaded workers to say what they run
 SHUTDOWN_S = 30.0  # for workers to free what they hold
-
-
-class WorkerHandle:
-    """One worker slot. A worker that dies is replaced by another actor under the same handle.
-
-    state: placing, checked, loading, answering, dead, or gone (not replaced). queue_target: how many records should
-    wait at the worker.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.summary = WorkerSummary(name=name)
-        self.actor: Any = None
-        self.place: WorkerLocation | None = None
-        self.state = "placing"
-        self.refs: dict[str, Any] = {}  # calls in progress, by method
-        self._call_args: dict[str, tuple[Any, ...]] = {}  # of the latest call, by method
-        self._messages = 0
-        self.queue_target = FIRST_QUEUE
-        self.waiting = 0
-        self.filled = False  # whether the last send met queue_target
-        self.sent = 0.0  # when the last new message was sent, or the actor was started
-        self.called = 0.0  # when the last call was made
-        self.fruitless_deaths = 0  # in a row, without a result between them
-        self._return_count = 0
-        self._report = LoadReport()  # the current actor's latest
-
-    def begin(self, actor: Any) -> None:
-        """Adopt a new actor, and let it check its machine."""
-        self.actor, self.place, self.state = actor, None, "placing"
-        self.queue_target, self.waiting = FIRST_QUEUE, 0
-        self._report = LoadReport()
-        self.refs.clear()
-        self.sent = time.monotonic()
-        self._call("check")
-
-    def load(self, records: int | None) -> None:
-        """Load the model and start answering. records: about how many will come to this worker."""
-        self.state = "loading"
-        self._call("run", records)
-
-    def send(self, tasks: list[Any], end: End | None = None) -> None:
-        """Send records and ask for results. end: what ends with these records, if anything."""
-        self._messages += 1
-        wait_s = 0.0 if end else WAIT_S  # at an end there are no results to come
-        self._call("exchange", self._messages, pack(tasks), end, self._return_count, wait_s)
-        self._return_count = 0
-        self.sent = time.monotonic()
-
-    def request_return(self, most: int) -> None:
-        """Ask with the next message for up to `most` records that have not been started."""
-        self._return_count = most
-
-    @property
-    def host(self) -> str:
-        """The machine's name, for messages."""
-        return self.place.host if self.place else "a machine that is gone"
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether its actor should have started long ago."""
-        return self.state == "placing" and time.monotonic() - self.sent > PLACING_S
-
-    @property
-    def node(self) -> str:
-        """Ray's node id."""
-        return self.place.node if self.place else ""
-
-    @property
-    def retrieval(self) -> dict[str, Any] | None:
-        """Its search statistics."""
-        return self._report.retrieval
-
-    def update(self, message: WorkerMessage) -> None:
-        """Update the handle from a message."""
-        if self.state == "loading" and message.state == "answering":
-            self.state, self.summary.alive = "answering", True
-            self.report()
-        if message.dry and self.filled:
-            self.queue_target = min(MAX_QUEUE, 2 * self.queue_target)
-        self.waiting = message.waiting
-        if message.lines or message.failures:
-            self.fruitless_deaths = 0
-
-    def report(self) -> None:
-        """Ask for a LoadReport."""
-        self._call("report")
-
-    def resend(self, what: str) -> None:
-        """Repeat a call whose message or result was lost. Workers act on each message once."""
-        self._call(what, *self._call_args[what])
-
-    def _call(self, what: str, *args: Any) -> None:
-        self._call_args[what] = args
-        self.called = time.monotonic()
-        self.refs[what] = getattr(self.actor, what).remote(*args)
-
-    def take_report(self, report: LoadReport) -> None:
-        """Add what a report has measured since the actor's previous one."""
-        summary, before = self.summary, self._report
-        summary.host = self.host
-        summary.load_s += report.load_s - before.load_s
-        summary.warmup_s += report.warmup_s - before.warmup_s
-        summary.prefill_s = _sum(summary.prefill_s, report.prefill_s, before.prefill_s)
-        summary.decode_s = _sum(summary.decode_s, report.decode_s, before.decode_s)
-        summary.decode_tokens += report.decode_tokens - before.decode_tokens
-        summary.peak_memory_gib = max(summary.peak_memory_gib, report.peak_memory_gib)
-        self._report = report
-
-
-def _sum(total: float | None, now: float | None, before: float | None) -> float | None:
-    return total if now is None else (total or 0.0) + now - (before or 0.0)
-
-
-# -- pool ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +106,8 @@ class WorkerPool:
         """Wait until all workers answer: a benchmark measures that many. Raises ConfigError and ModelError."""
         if self._room < len(self.handles):
             raise ConfigError(
-                f"scale: the cluster has room for {self._room} of {len(self.handles)} workers; a benchmark needs all"
+                f"scale: the cluster has room for {self._room} of {len(self.handles)} workers; a benchmark needs all "
+                "of them"
             )
         self._load_all(records)
         deadline = time.monotonic() + REPORT_S
@@ -239,8 +122,11 @@ class WorkerPool:
             self._replace_lost()
             for handle in self.handles:
                 if handle.state == "gone":
-                    raise ModelError(f"{handle.name} died {TRIES} times before it answered; a benchmark needs all")
-            if any(handle.is_overdue for handle in self.handles):
+                    raise ModelError(
+                        f"{handle.name} died {TRIES} times before it answered, last because: {handle.died_of}; a "
+                        "benchmark needs all of its workers"
+                    )
+            if any(map(_is_overdue, self.handles)):
                 raise ConfigError(
                     f"scale: a worker has not started within {PLACING_S:g} s; if other candidates have taken the "
                     "cluster's room, --sequential loads one at a time"
@@ -269,7 +155,7 @@ class WorkerPool:
                 events.append(self._declare_dead(handle, why, 0 if self._cluster.node_is_gone(handle.node) else DEATH))
             else:
                 events += self._take(handle, what, said)
-        if all(handle.state == "gone" or handle.is_overdue for handle in self.handles):
+        if all(handle.state == "gone" or _is_overdue(handle) for handle in self.handles):
             gone = [handle.name for handle in self.handles if handle.state == "gone"]
             died = f"{', '.join(gone)} died, and no other" if gone else "no"
             raise ConfigError(f"scale: {died} worker has started within {PLACING_S:g} s; see `ray status`")
@@ -407,7 +293,7 @@ class WorkerPool:
 
     def _declare_dead(self, handle: WorkerHandle, why: str, suspicion: int) -> LostWorker:
         self._kill(handle)
-        handle.state, handle.waiting = "dead", 0
+        handle.state, handle.waiting, handle.died_of = "dead", 0, why
         handle.summary.deaths += 1
         self.note(f"{handle.name} on {handle.host} died: {why}")
         return LostWorker(handle, why, suspicion)
@@ -426,3 +312,8 @@ class WorkerPool:
     def _kill_all(self) -> None:
         for handle in self.handles:
             self._kill(handle)
+
+
+def _is_overdue(handle: WorkerHandle) -> bool:
+    """Return whether a worker should have started long ago."""
+    return handle.state == "placing" and time.monotonic() - handle.sent > PLACING_S

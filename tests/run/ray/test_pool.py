@@ -51,17 +51,24 @@ def test_workers_that_are_started_have_said_what_they_run(monkeypatch):
         assert pool.about["runner"]["batch_size"] == 3
 
 
-def test_at_least_one_worker_is_started_even_if_all_die_while_they_load(monkeypatch):
-    on_threads(monkeypatch)
-    run, dead = Worker.run, []
+def dying_once(monkeypatch, what):
+    """Let the first call of a worker's method kill it; return what becomes a list of that worker."""
+    do, dead = getattr(Worker, what), []
 
-    def die_once(worker, records):
+    def die_once(worker, *args):
         if not dead:
             dead.append(worker)
             raise DeadActor("killed")
-        return run(worker, records)
+        return do(worker, *args)
 
-    monkeypatch.setattr(Worker, "run", die_once)
+    monkeypatch.setattr(Worker, what, die_once)
+    return dead
+
+
+@pytest.mark.parametrize("what", ["run", "report"])
+def test_a_worker_that_dies_while_it_loads_or_before_it_reports_is_loaded_again_before_a_benchmark(monkeypatch, what):
+    on_threads(monkeypatch)
+    dead = dying_once(monkeypatch, what)
     with pool_of(1) as (_, pool):
         assert [handle.state for handle in pool.handles] == ["answering"]
     assert dead
@@ -150,22 +157,6 @@ def test_a_benchmark_ends_if_one_of_its_workers_cannot_load(monkeypatch):
     monkeypatch.setattr(Worker, "run", die)
     with pytest.raises(ModelError, match=r"worker \d died 3 times before it answered"), pool_of(2):
         pass
-
-
-def test_a_worker_that_dies_before_it_reports_is_loaded_again_before_a_benchmark(monkeypatch):
-    on_threads(monkeypatch)
-    report, dead = Worker.report, []
-
-    def die_once(worker):
-        if not dead:
-            dead.append(worker)
-            raise DeadActor("killed")
-        return report(worker)
-
-    monkeypatch.setattr(Worker, "report", die_once)
-    with pool_of(1) as (_, pool):
-        assert [handle.state for handle in pool.handles] == ["answering"]
-    assert dead
 
 
 def test_a_worker_whose_checks_get_lost_ends_the_run(monkeypatch):
