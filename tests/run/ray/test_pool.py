@@ -1,6 +1,5 @@
 """A pool of workers, and passes that follow each other on it."""
 
-import threading
 from contextlib import contextmanager
 from itertools import count
 
@@ -102,36 +101,34 @@ def test_a_check_that_comes_again_does_not_replace_the_runner_that_reports(monke
         assert "I answer" in worker.report().notes
 
 
-def late(monkeypatch, *numbers):
-    """Let the workers that are checked first, second, ... take long to start."""
-    check, calls, patience = Worker.check, count(1), threading.Event()
+def late(monkeypatch, over, *numbers):
+    """Let the workers that are checked first, second, ... not start until `over` is set."""
+    check, calls = Worker.check, count(1)
 
     def slow(worker):
-        if next(calls) in numbers and not patience.wait(20):
-            raise DeadActor("the test is over, and with it what it replaces")
+        if next(calls) in numbers:
+            over.wait()
         return check(worker)
 
     monkeypatch.setattr(Worker, "check", slow)
     monkeypatch.setattr("ragspec.run.ray.worker_pool.GATHERING_S", 0.2)
-    return patience
 
 
 def test_a_run_begins_without_a_worker_that_is_slow_to_start_and_takes_it_in_later(monkeypatch):
-    on_threads(monkeypatch)
-    patience = late(monkeypatch, 2)
+    over = on_threads(monkeypatch)
+    late(monkeypatch, over, 2)
     session = prepare(build_config({"runner": "fake", "scale": {"workers": 2}}))
     with WorkerPool(session, session.config.scale) as pool:
         assert sorted(handle.state for handle in pool.handles) == ["checked", "placing"]
         assert len(run_pass(session, pool, 20)) == 20
-        patience.set()
+        over.set()
         pool.start_workers(None)
         assert [handle.state for handle in pool.handles] == ["answering", "answering"]
 
 
 @pytest.mark.parametrize(("slow", "message"), [((1, 2), "no worker has started"), ((2,), "a worker has not started")])
 def test_workers_that_do_not_start_end_a_benchmark(monkeypatch, slow, message):
-    on_threads(monkeypatch)
-    late(monkeypatch, *slow)
+    late(monkeypatch, on_threads(monkeypatch), *slow)
     monkeypatch.setattr("ragspec.run.ray.worker_pool.PLACING_S", 0.5)
     with pytest.raises(ConfigError, match=message), pool_of(2):
         pass
@@ -175,8 +172,7 @@ def test_a_worker_whose_checks_get_lost_ends_the_run(monkeypatch):
 
 
 def test_an_error_of_workers_that_do_not_start_names_those_that_died(monkeypatch):
-    on_threads(monkeypatch)
-    late(monkeypatch, 2)
+    late(monkeypatch, on_threads(monkeypatch), 2)
     monkeypatch.setattr("ragspec.run.ray.worker_pool.PLACING_S", 1)
     monkeypatch.setattr("ragspec.run.ray.worker_pool.TRIES", 1)
 

@@ -1,13 +1,14 @@
 """A cluster whose actors are objects of this process, and whose calls are threads: it starts fast and needs no Ray."""
 
+import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 
 from ragspec import __version__
-from ragspec.run.ray.messages import WorkerLocation
+from ragspec.run.ray.messages import WorkerLocation, pack
 
 
 class LostCall(Exception):
@@ -24,6 +25,7 @@ class ThreadActor:
     def __init__(self, worker, delays):
         self.worker = worker
         self.calls = []
+        self._threads = []
         self._delays = delays
 
     def __getattr__(self, what):
@@ -32,8 +34,16 @@ class ThreadActor:
     def _begin(self, what, *args):
         call = Future()
         self.calls.append(call)
-        Thread(target=self._answer, args=(call, what, args), daemon=True).start()
+        self._threads.append(Thread(target=self._answer, args=(call, what, args), daemon=True))
+        self._threads[-1].start()
         return call
+
+    def end(self):
+        """End its threads, a killed actor's too."""
+        self.worker.exchange(sys.maxsize, pack([]), "run", 0, 0.0)
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
 
     def _answer(self, call, what, args):
         time.sleep(self._delays.get(what, 0))
@@ -55,16 +65,19 @@ def fail(call, error):
 class ThreadCluster:
     """In place of Cluster (cluster.py)."""
 
-    def __init__(self, workers, delays):
+    def __init__(self, workers, delays, over):
         self.actors = []
         self._workers = workers
         self._delays = delays
+        self._over = over
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        pass
+        self._over.set()
+        for actor in self.actors:
+            actor.end()
 
     def share(self, gpus):
         return 1.0, 0.0
@@ -103,7 +116,9 @@ class ThreadCluster:
 
 
 def on_threads(monkeypatch, **delays):
-    """Let worker pools use a ThreadCluster."""
+    """Let worker pools use a ThreadCluster; return an event that is set when one ends."""
+    over = Event()
     place = WorkerLocation("here", "node", "3", {"ragspec": __version__})
     monkeypatch.setattr("ragspec.run.ray.worker.here", lambda: place)
-    monkeypatch.setattr("ragspec.run.ray.worker_pool.Cluster", lambda scale: ThreadCluster(scale.workers, delays))
+    monkeypatch.setattr("ragspec.run.ray.worker_pool.Cluster", lambda scale: ThreadCluster(scale.workers, delays, over))
+    return over
