@@ -108,12 +108,12 @@ def generate(
     if config.input is None:
         raise ConfigError("input: missing; set it in the config, or give --input FILE (- for stdin)")
     with config.redactor().over_errors(), ExitStack() as stack:
+        check_name(config.output)
         config, read_as = _with_columns(config, resume=resume)
         assert config.input is not None
         reports = [report] if report else []
         if progress:
             reports.append(stack.enter_context(_bar()))
-        check_name(config.output)
         budgets = [budget] if isinstance(budget, Budget) else list(budget or ())
         if budgets and config.scale is not None:
             raise ConfigError("--budget works in one process only, not with the workers of `scale`; remove one of them")
