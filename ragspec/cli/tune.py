@@ -87,7 +87,8 @@ def tune(
 
 
 def _check_output(path: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the tuned config cannot go to `path`, or would replace the records or the answers."""
+    """Raise ConfigError if the tuned config cannot go to `path`, or would replace anything but a config."""
+    from ragspec.config.load import read_config
     from ragspec.config.redaction import revealed
     from ragspec.errors import ConfigError
     from ragspec.host.files import is_among
@@ -97,3 +98,10 @@ def _check_output(path: Path, config: RunConfig) -> None:
     used = [*(revealed(config.input.path) if config.input else ()), str(revealed(config.output.path))]
     if is_among(path, used):
         raise ConfigError(f"--output: {path} is the input or output of the config; choose another name")
+    if path.is_file() and path.stat().st_size:
+        try:
+            replaceable = "speculation" in read_config(str(path))[0]
+        except ConfigError:
+            replaceable = False
+        if not replaceable:
+            raise ConfigError(f"--output: {path} exists and is no config of `ragspec tune`; choose another name")

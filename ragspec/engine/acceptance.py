@@ -56,11 +56,7 @@ class Place(NamedTuple):
 
 def needs_logits(work: Sequence[ScheduledRequest]) -> bool:
     """Return whether more is needed than the best tokens."""
-    return any(
-        not item.row.greedy or item.row.grammar is not None or item.row.request.sampling.logprobs is not None
-        for item in work
-        if item.writes
-    )
+    return any(item.row.needs_logits for item in work if item.writes)
 
 
 def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Constraint) -> StepOutput:

@@ -77,15 +77,20 @@ class RequestState:
         """Maximum number of further tokens."""
         return self.request.sampling.max_new_tokens - self.written
 
-    @property
+    @cached_property
     def samples(self) -> bool:
         """Whether its tokens are sampled."""
         return self.request.sampling.temperature > 0
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """Whether its tokens are the argmax of the raw logits."""
         return self.processors is None and not self.samples
+
+    @cached_property
+    def needs_logits(self) -> bool:
+        """Whether more is needed of it than the best tokens."""
+        return not self.greedy or self.grammar is not None or self.request.sampling.logprobs is not None
 
     @cached_property
     def alike(self) -> Hashable:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from ragspec.errors import ConfigError
 from ragspec.outputs.base import Document
 from ragspec.outputs.folder import LocalDocument
 from ragspec.outputs.run_state import check_writable
@@ -32,7 +33,7 @@ class StatisticsFile:
         summary: The run's totals; nothing is written without.
 
     Raises:
-        ConfigError: `path` cannot be written.
+        ConfigError: `path` cannot be written, or is a file of something else.
     """
 
     def __init__(self, path: str | None, target: Target | None) -> None:
@@ -40,8 +41,7 @@ class StatisticsFile:
         self._own = path is not None
         self._document: Document | None = target.statistics if target is not None else None
         if path is not None:
-            check_writable(Path(path), "--stats")
-            self._document = LocalDocument(Path(path))
+            self._document = _own_document(Path(path))
         self._total: int | None = None
         self._before: dict[str, Any] | None = None  # the figures of an earlier run
         self._next = time.monotonic() + EVERY_S
@@ -87,6 +87,15 @@ class StatisticsFile:
             return
         total = {"input_records": self._total} if state == STOPPED else {}
         document.write(_dated({**summary.to_json(), **total}, state))
+
+
+def _own_document(path: Path) -> LocalDocument:
+    """Return the file of `--stats`, which replaces that of another run, but nothing else."""
+    check_writable(path, "--stats")
+    document = LocalDocument(path)
+    if path.is_file() and path.stat().st_size and not isinstance(document.read().get("records"), int):
+        raise ConfigError(f"--stats: {path} exists and holds no statistics of a run; choose another file")
+    return document
 
 
 def _dated(figures: dict[str, Any], state: str) -> dict[str, Any]:

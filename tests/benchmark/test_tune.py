@@ -109,9 +109,11 @@ def test_tune_says_first_that_its_config_cannot_be_written(tmp_path):
     records = tmp_path / "q.jsonl"
     records.write_bytes(SAMPLE.read_bytes())
     (tmp_path / "c.yaml").write_text(f"runner: fake\ninput: {records}\noutput: {tmp_path / 'a.jsonl'}\n")
+    (tmp_path / "notes.yaml").write_text("runner: fake\n")
     for name, words in (
         ("q.jsonl", "is the input or output of the config"),
         ("a.jsonl", "is the input or output of the config"),
+        ("notes.yaml", "exists and is no config of `ragspec tune`"),
         ("", "is a folder"),
     ):
         done = ragspec("tune", "-c", tmp_path / "c.yaml", "-o", tmp_path / name)

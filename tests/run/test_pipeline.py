@@ -160,6 +160,17 @@ def test_input_must_not_be_the_output(tmp_path):
         run(config.model_copy(update={"output": OutputConfig(path=str(config.input))}))
 
 
+def test_statistics_replace_statistics_only(tmp_path):
+    config, path = fake(tmp_path, questions(1)), tmp_path / "s.json"
+    run(config, stats_path=str(path))
+    run(config, stats_path=str(path))
+    for text in ("runner: fake\n", '{"records": [1]}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="exists and holds no statistics of a run"):
+            run(config, stats_path=str(path))
+        assert path.read_text() == text
+
+
 @pytest.mark.parametrize("name", ["in.jsonl", "out.run.json", "out.stats.json", "out.pending.jsonl"])
 def test_no_file_gets_two_uses(tmp_path, name):
     source = tmp_path / name
