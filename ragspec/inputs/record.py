@@ -84,7 +84,14 @@ def reference_texts(value: Any) -> tuple[str, ...] | None:
     texts = [each["text"] if isinstance(each, dict) and "text" in each else each for each in texts]
     if not all(is_text(text) or (isinstance(text, int | float) and not isinstance(text, bool)) for text in texts):
         return None
-    return tuple(map(str, texts))
+    return tuple(written for text in texts for written in _written(text))
+
+
+def _written(reference: Any) -> tuple[str, ...]:
+    """Return a reference as texts: 1911.0 may have been 1911, since pandas makes floats of a column with gaps."""
+    if isinstance(reference, float) and reference.is_integer():
+        return str(int(reference)), str(reference)
+    return (str(reference),)
 
 
 def lacks_contexts(value: Any) -> bool:

@@ -233,6 +233,20 @@ def test_squads_answers_are_references(tmp_path, answers):
     assert evaluate(write_jsonl(tmp_path / "out.jsonl", [line])).scores["exact_match"].mean == 100.0
 
 
+@pytest.mark.parametrize("reference", [1911, 1911.0, [1911.0], {"text": [1911.0]}])
+@pytest.mark.parametrize("output", ["1911", "In 1911."])
+def test_a_whole_number_is_a_reference_however_pandas_writes_it(tmp_path, reference, output):
+    line = {"id": "a", "output": output, "metadata": {"reference": reference}}
+    found = evaluate(write_jsonl(tmp_path / "out.jsonl", [line]))
+    assert found.scores["f1"].mean == (100.0 if output == "1911" else pytest.approx(200 / 3))
+
+
+def test_a_decimal_is_a_reference_as_it_is_written(tmp_path):
+    for output, reference, score in (("3.0", 3.0, 100.0), ("3.5", 3.5, 100.0), ("3", 3.5, 0.0)):
+        line = {"id": "a", "output": output, "metadata": {"reference": reference}}
+        assert evaluate(write_jsonl(tmp_path / "out.jsonl", [line])).scores["exact_match"].mean == score
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst", "parts/"])
 def test_answers_score_the_same_in_every_form_of_output(tmp_path, name):
     records = [{"id": f"q{i}", "query": f"who {i}?", "reference": f"who {i}?", "topic": {"a": [i]}} for i in range(3)]
