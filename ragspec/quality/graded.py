@@ -90,7 +90,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
         if valid is False:
             answers.invalid.append(name)
         source = _metadata(line) if given is None else given.get(name, {})
-        structured = valid is not None and _said(text, line) == text  # the answer itself is JSON, as its reference is
+        structured = valid is not None and said_in(text, line) == text  # the answer itself is JSON, as its reference is
         found, problem = references_of(source, as_text=structured)
         if problem:
             answers.unusable.append(f"{name}: {problem}")
@@ -140,15 +140,21 @@ def _graded(
     gold = _gold(source)
     formatted = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
     wanted = formatted if gold is None else gold
-    said = _said(text, line)
+    said = said_in(text, line)
     refuses = refusal.search(said) is not None
-    return Graded(said, references, refuses, tokens_of(line), cited(text, line.get("parsed"), contexts), wanted)
+    return Graded(said, references, refuses, tokens_of(line), cited(text, _parsed(line), contexts), wanted)
 
 
-def _said(text: str, line: Any) -> str:
+def said_in(text: str, line: Mapping[str, Any]) -> str:
     """Return what is scored of an answer: the `answer` of a structured one that has it, else its text."""
-    parsed = line.get("parsed")
+    parsed = _parsed(line)
     return parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
+
+
+def _parsed(line: Mapping[str, Any]) -> Any:
+    """Return the parsed value of a line's `output`: of several answers, the first."""
+    parsed = line.get("parsed")
+    return parsed[0] if "outputs" in line and isinstance(parsed, list) and parsed else parsed
 
 
 def _gold(source: Mapping[str, Any]) -> set[str] | None:

@@ -83,6 +83,18 @@ def test_of_a_structured_answer_the_answer_is_scored(tmp_path):
     assert found.scores["citation_precision"].mean == 50.0
 
 
+def test_of_several_structured_answers_the_first_is_scored(tmp_path):
+    """In one file, `sampling.n` answers; in the other, the first of them alone."""
+    first, second = ({"answer": answer, "sources": [source]} for answer, source in (("salt", "d1"), ("x", "d2")))
+    line = {"id": "q0", "output": json.dumps(first), "valid": True, "contexts": ["d1", "d2"]}
+    line["metadata"] = {"reference": "salt", "gold_ids": ["d1"]}
+    one = write_jsonl(tmp_path / "one.jsonl", [line | {"parsed": first}])
+    both = {"outputs": [json.dumps(first), json.dumps(second)], "parsed": [first, second]}
+    found = evaluate(write_jsonl(tmp_path / "two.jsonl", [line | both]))
+    assert found.scores == evaluate(one).scores
+    assert found.scores["exact_match"].mean == found.scores["citation_precision"].mean == 100.0
+
+
 def test_references_come_from_a_file_too(tmp_path):
     answers = write_jsonl(tmp_path / "out.jsonl", lines(["salt", "x"], metadata=[{}, {}]))
     given = write_jsonl(tmp_path / "in.jsonl", [{"id": "q0", "query": "?", "reference": "salt"}, {"query": "no id"}])
