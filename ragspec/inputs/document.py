@@ -27,6 +27,7 @@ CHUNK = 64 << 10  # bytes of a read
 QUESTIONS = {*SOURCES, *GUESSES["query"], "body"}  # keys that make an object a record
 # keys of a record whose lists of objects are not records
 INSIDE = {*OWN_FIELDS, *REFERENCES, *GUESSES["contexts"], *GUESSES["messages"], "tools", "tool_calls"}
+INSIDE |= {"copied", "logprobs", "parsed"}  # of an output's line
 STRUCTURE = re.compile(rb'"|[\[{]+|[\]}]+|,')
 INSIDE_VALUE = re.compile(rb'"|[\[{]+|[\]}]+')
 IN_STRING = re.compile(rb'["\\]')

@@ -278,6 +278,23 @@ def test_answers_score_the_same_in_every_form_of_output(tmp_path, name):
     assert evaluate(str(parts[0])).scores == plain.scores
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"copied": [{"start": 0, "end": 4, "context": "d1"}]},
+        {"logprobs": [{"token": "salt", "logprob": -0.1}]},
+        {"outputs": ["[{}]", "[{}]"], "parsed": [[{}], [{}]]},
+        {"parsed": [{"fact": "salt"}]},
+    ],
+)
+@pytest.mark.parametrize("ending", ["jsonl", "txt"])
+def test_an_output_of_a_single_record_is_read_as_one(tmp_path, more, ending):
+    """A file of one object may also be a document with a list of records."""
+    line = {"id": "a", "output": "salt", **more, "metadata": {"reference": "salt"}}
+    found = evaluate(write_jsonl(tmp_path / f"out.{ending}", [line]))
+    assert (found.records, found.scores["exact_match"].mean) == (1, 100.0)
+
+
 @pytest.mark.parametrize("metadata", ["a text", '{"reference": "x"', ["reference"], 5, None])
 def test_metadata_of_another_kind_holds_no_reference(tmp_path, metadata):
     found = evaluate(write_jsonl(tmp_path / "out.jsonl", [{"id": "q0", "output": "x", "metadata": metadata}]))
