@@ -90,8 +90,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
         if valid is False:
             answers.invalid.append(name)
         source = _metadata(line) if given is None else given.get(name, {})
-        structured = valid is not None and said_in(text, line) == text  # the answer itself is JSON, as its reference is
-        found, problem = references_of(source, as_text=structured)
+        found, problem = references_of(source, as_text=is_itself_json(text, line))
         if problem:
             answers.unusable.append(f"{name}: {problem}")
         if not found:
@@ -149,6 +148,11 @@ def said_in(text: str, line: Mapping[str, Any]) -> str:
     """Return what is scored of an answer: the `answer` of a structured one that has it, else its text."""
     parsed = _parsed(line)
     return parsed["answer"] if isinstance(parsed, dict) and isinstance(parsed.get("answer"), str) else text
+
+
+def is_itself_json(text: str, line: Mapping[str, Any]) -> bool:
+    """Return whether a structured answer is scored as a whole, so that a reference in JSON is one text."""
+    return line.get("valid") is not None and said_in(text, line) == text
 
 
 def _parsed(line: Mapping[str, Any]) -> Any:

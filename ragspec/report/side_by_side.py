@@ -18,7 +18,7 @@ from ragspec.errors import ConfigError
 from ragspec.host.files import is_among, write_whole
 from ragspec.inputs.storage import advising
 from ragspec.outputs.reader import OUTPUT_HINT, answers_in, text_of, tokens_of
-from ragspec.quality.graded import references_of
+from ragspec.quality.graded import is_itself_json, references_of, said_in
 from ragspec.quality.metrics import f1
 from ragspec.report.page import style, template
 
@@ -111,10 +111,16 @@ def _pair(name: str, line: dict[str, Any], other: dict[str, Any]) -> Pair:
     texts = (str(text_of(line)), str(text_of(other)))
     split = _marked(*texts)
     sides = [
-        Side(text, pieces, 100 * f1(text, references) if references else None, tokens_of(each))
+        Side(text, pieces, _score(text, each, metadata), tokens_of(each))
         for text, pieces, each in zip(texts, split, (line, other), strict=True)
     ]
     return Pair(name, str(question), references[0] if references else "", (sides[0], sides[1]))
+
+
+def _score(text: str, line: dict[str, Any], metadata: dict[str, Any]) -> float | None:
+    """Return an answer's F1 as `ragspec evaluate` computes it, None without a reference."""
+    references, _ = references_of(metadata, as_text=is_itself_json(text, line))
+    return 100 * f1(said_in(text, line), references) if references else None
 
 
 def _marked(one: str, other: str) -> tuple[tuple[tuple[str, bool], ...], tuple[tuple[str, bool], ...]]:

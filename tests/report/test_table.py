@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from ragspec.cli import app
 from ragspec.errors import ConfigError
+from ragspec.quality.evaluate import evaluate
 from ragspec.report.side_by_side import pairs_of, write_pairs
 from ragspec.report.table import check_format, written
 from tests.conftest import read_jsonl, write_jsonl
@@ -96,6 +97,19 @@ def test_the_page_shows_both_and_escapes_them(answers, tmp_path):
     assert "<script" not in page
     assert page.index("a?") < page.index("b?")
     assert "Both answers are the same" in page
+
+
+@pytest.mark.parametrize(
+    ("parsed", "reference"),
+    [({"answer": "Ann Smith", "sources": ["d1"]}, "Ann Smith"), (["Ann", "Bob"], '["Ann", "Bob"]')],
+)
+def test_a_structured_answer_has_the_f1_that_evaluate_computes(tmp_path, parsed, reference):
+    text = json.dumps(parsed)
+    line = {"id": "a", "output": text, "valid": True, "parsed": parsed, "metadata": {"reference": reference}}
+    one = write_jsonl(tmp_path / "one.jsonl", [line])
+    (pair,) = pairs_of(one, one).pairs
+    assert [side.f1 for side in pair.sides] == [evaluate(one).scores["f1"].mean] * 2 == [100.0] * 2
+    assert pair.sides[0].text == text
 
 
 def test_east_asian_text_is_compared_by_character(tmp_path):
