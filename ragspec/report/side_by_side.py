@@ -54,15 +54,18 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """All records that both runs answered. names: of the outputs."""
+    """All records that both runs answered. names: of the outputs. alone: records that only one run answered."""
 
     names: tuple[str, str]
     pairs: list[Pair]
+    alone: int = 0
 
     @property
     def verdict(self) -> str:
         """How many answers are the same, and how good each run's are."""
         said = f"{sum(pair.same for pair in self.pairs)} of {len(self.pairs)} answers are the same"
+        if self.alone:
+            said += f" ({self.alone} more in only one of the runs)"
         means = [_mean([pair.sides[side].f1 for pair in self.pairs]) for side in (0, 1)]
         if None in means:
             return said
@@ -101,7 +104,8 @@ def pairs_of(one: str, other: str) -> Pairs:
     shared = [name for name in lines if name in others]
     if not shared:
         raise ConfigError(f"{other}: none of its records are in {one}")
-    return Pairs((one, other), [_pair(name, lines[name], others[name]) for name in shared])
+    pairs = [_pair(name, lines[name], others[name]) for name in shared]
+    return Pairs((one, other), pairs, len(lines.keys() ^ others.keys()))
 
 
 def _pair(name: str, line: dict[str, Any], other: dict[str, Any]) -> Pair:

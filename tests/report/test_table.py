@@ -99,6 +99,13 @@ def test_the_page_shows_both_and_escapes_them(answers, tmp_path):
     assert "Both answers are the same" in page
 
 
+def test_answers_of_one_run_alone_are_counted(answers, tmp_path):
+    other = write_jsonl(tmp_path / "part.jsonl", [*read_jsonl(answers[1])[1:], {"id": "e", "output": "x"}])
+    verdict = pairs_of(answers[0], other).verdict
+    assert verdict.startswith("1 of 2 answers are the same (2 more in only one of the runs); F1 ")
+    assert "in only one" not in pairs_of(*answers).verdict
+
+
 @pytest.mark.parametrize(
     ("parsed", "reference"),
     [({"answer": "Ann Smith", "sources": ["d1"]}, "Ann Smith"), (["Ann", "Bob"], '["Ann", "Bob"]')],
