@@ -21,6 +21,7 @@ from ragspec.quality.metrics import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
 NAMED = 5  # ids listed in a message
+EMPTY = re.compile(r"\s*\[\s*\]\s*")  # a list of nothing, in a cell of a table
 # how instruction-tuned models say, in English, that they have no answer
 REFUSAL = (
     r"\b(I (do not|don't) know|I('m| am) (not sure|unable|sorry)|(cannot|can't|could not|couldn't) (be )?"
@@ -121,6 +122,8 @@ def references_of(source: Mapping[str, Any], *, as_text: bool = False) -> tuple[
     if key is None:
         return (), ""
     value = source[key]
+    if not as_text and is_text(value) and EMPTY.fullmatch(value):
+        return (), ""
     if not as_text and is_text(value) and LISTED.fullmatch(value):
         try:
             given = reference_texts(loads(value))

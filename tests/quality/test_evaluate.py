@@ -348,6 +348,17 @@ def test_references_in_cells_are_read_as_in_json(tmp_path, name, given):
         assert evaluate(str(out), references=references).scores["exact_match"].mean == 100.0
 
 
+@pytest.mark.parametrize("given", [[], "[ ]", {"text": [], "answer_start": []}, ""])
+def test_no_reference_in_a_cell_is_none_as_in_json(tmp_path, given):
+    questions = as_cells(tmp_path / "in.csv", {"id": "a", "query": "Where?", "reference": given})
+    out = str(tmp_path / "out.jsonl")
+    generate(build_config({"runner": "fake", "input": questions, "output": out}))
+    for references in (None, questions):
+        found = evaluate(out, references=references)
+        assert "f1" not in found.scores
+        assert found.notes == ["1 of 1 answers have no reference, and are not scored against one (a)"]
+
+
 @pytest.mark.parametrize("name", ["reference", "references", "answers"])
 def test_a_printed_python_list_is_no_reference(tmp_path, name):
     given = as_cells(tmp_path / "ref.csv", {"id": "a", name: "['salt', 'x']"})
