@@ -92,7 +92,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
             answers.invalid.append(name)
         source = _metadata(line) if given is None else given.get(name, {})
         found, problem = references_of(source, as_text=is_itself_json(text, line))
-        if problem:
+        if problem := problem or _gold_of(source)[1]:
             answers.unusable.append(f"{name}: {problem}")
         if not found:
             answers.without.append(name)
@@ -128,7 +128,7 @@ def references_of(source: Mapping[str, Any], *, as_text: bool = False) -> tuple[
         try:
             given = reference_texts(loads(value))
         except JSONDecodeError:
-            return (), f'"{key}" is a text that looks like a list ({value.strip()[:20]}...); write it as a JSON list'
+            return (), _no_list(key, value)
         if given is not None:
             return given, ""
     texts = reference_texts(value)
@@ -164,9 +164,28 @@ def _parsed(line: Mapping[str, Any]) -> Any:
     return parsed[0] if "outputs" in line and isinstance(parsed, list) and parsed else parsed
 
 
+def _gold_of(source: Mapping[str, Any]) -> tuple[set[str] | None, str]:
+    """Return the ids of the passages to cite, None if the record has none, and why they are unusable if they are.
+
+    A single id needs no list. A table with types, such as Parquet, may hold the list as a text.
+    """
+    key = next((key for key in GOLD if source.get(key) not in (None, "")), None)
+    given: Any = None if key is None else source[key]
+    if is_text(given) and LISTED.fullmatch(given):
+        try:
+            given = loads(given)
+        except JSONDecodeError:
+            return None, _no_list(str(key), given)
+    ids = given if isinstance(given, list) else [given]
+    return (None if key is None else {id_given(each) or str(each) for each in ids}), ""
+
+
 def _gold(source: Mapping[str, Any]) -> set[str] | None:
-    given = next((source[key] for key in GOLD if isinstance(source.get(key), list)), None)
-    return None if given is None else {id_given(each) or str(each) for each in given}
+    return _gold_of(source)[0]
+
+
+def _no_list(key: str, value: str) -> str:
+    return f'"{key}" is a text that looks like a list ({value.strip()[:20]}...); write it as a JSON list'
 
 
 def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:

@@ -55,6 +55,22 @@ def test_citations_are_scored_where_answers_cite(tmp_path):
     assert "citation_recall" not in plain.scores
 
 
+@pytest.mark.parametrize("gold", [["d1"], "d1", '["d1"]', ["d1", "d1"]])
+@pytest.mark.parametrize("name", ["gold_ids", "gold_doc_ids"])
+def test_gold_ids_are_a_list_a_text_of_one_or_a_single_id(tmp_path, gold, name):
+    (line,) = referred(["Ann Smith [1, 2]"], ["Ann Smith"], **{name: gold})
+    found = evaluate(write_jsonl(tmp_path / "out.jsonl", [line])).scores
+    assert (found["citation_precision"].mean, found["citation_recall"].mean) == (50.0, 100.0)
+
+
+def test_gold_ids_that_are_a_printed_python_list_are_named(tmp_path):
+    (line,) = referred(["Ann Smith [1]"], ["Ann Smith"], gold_ids="['d1']")
+    found = evaluate(write_jsonl(tmp_path / "out.jsonl", [line]))
+    assert "citation_recall" not in found.scores
+    assert found.scores["f1"].mean > 0
+    assert '1 records have unusable references (q0: "gold_ids" is a text that looks like a list' in found.notes[0]
+
+
 def test_a_run_that_cites_nothing_loses_what_the_other_gains_by_it(tmp_path):
     citing = write_jsonl(tmp_path / "a.jsonl", referred(["Ann [1]", "x [1]", "y [1]", "z [1]"], gold_doc_ids=["d1"]))
     silent = write_jsonl(tmp_path / "b.jsonl", referred(["Ann", "x", "y", "z"], gold_doc_ids=["d1"]))
