@@ -45,6 +45,7 @@ def summarise(
     found = {f"{name}: {note}" for name, one in ready.items() for note in one.notes}
     found |= {f"{name}: {note}" for name, several in passes.items() for one in several for note in one.notes}
     found |= {missing(one, settings) for one in settings if baselines[one.name] is None and not one.peer}
+    found |= {f"{name}: {note}" for name, several in passes.items() if (note := _failures(several))}
     runs = []
     for candidate in plan:
         name = candidate.name
@@ -65,6 +66,13 @@ def summarise(
         notes=(*sorted(found), *notes),
         quality=graded({one.name: answers_of(one, folder) for one in plan}, _by_rank(settings)),
     )
+
+
+def _failures(passes: Sequence[Pass]) -> str:
+    """Return how many records failed in the worst pass, "" if none did in any."""
+    worst = max(passes, key=lambda one: one.failed)
+    total = worst.records + worst.failed
+    return f"{worst.failed} of {total} records failed; figures are of the others" if worst.failed else ""
 
 
 def _by_rank(settings: Sequence[Setting]) -> dict[str, str]:

@@ -9,9 +9,10 @@ from ragspec.benchmark.measure import run_benchmark
 from ragspec.benchmark.plan import make_plan
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
+from ragspec.report.page import render
 from tests import warm
 from tests.cli.test_cli import ragspec
-from tests.conftest import SAMPLE, read_jsonl
+from tests.conftest import SAMPLE, read_jsonl, write_jsonl
 
 RUN_KEYS = {
     *("name", "runner", "method", "batch_size", "num_tokens", "repeat", "records", "output_tokens", "tokens_per_s"),
@@ -136,6 +137,18 @@ def test_a_pass_can_have_a_process_of_its_own(tmp_path, monkeypatch, restart, pr
     results = run_benchmark(plan, tmp_path, repeat=3, limit=2, sequential=True, console=console, restart=restart)
     assert len(set(started)) == len(started) == processes
     assert [run.repeat for run in results.runs] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_failed_records_are_in_the_results(tmp_path):
+    """The figures are those of the others."""
+    records = [*read_jsonl(SAMPLE)[:4], {"id": "no question"}]
+    given = {"runner": "fake", "input": write_jsonl(tmp_path / "in.jsonl", records)}
+    plan = make_plan(build_config(given | {"runner_args": {"fail_ids": [records[0]["id"]]}}), ["none"], [], [])
+    console = Console(file=io.StringIO())
+    results = run_benchmark(plan, tmp_path, repeat=1, limit=None, sequential=True, console=console)
+    assert results.notes == ("none: 2 of 5 records failed; figures are of the others",)
+    assert results.notes[0] in render(results)
 
 
 def test_a_benchmark_of_nothing_is_an_error(tmp_path):
