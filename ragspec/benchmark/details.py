@@ -186,7 +186,7 @@ def _rows(results: Results) -> Iterator[tuple[str, ...]]:
             to_plain[name].formatted() if name in to_plain else "-",
             _speed(run.decode_tokens_per_s),
             "-" if run.acceptance_rate is None else f"{run.acceptance_rate:.1%}",
-            f"{run.tokens_per_step or 0:.2f}",
+            "-" if run.tokens_per_step is None else f"{run.tokens_per_step:.2f}",
             f"{run.output_tokens:,}",
             "-" if plain[name] is None else f"{run.identical} of {run.records}",
             *([_joules(run)] if results.has_energy else []),

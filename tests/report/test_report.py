@@ -1,15 +1,18 @@
 """The report: one file, complete, and closed to what models write."""
 
+import io
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from ragspec.benchmark.details import table_of
+from ragspec.benchmark.details import print_results, table_of
 from ragspec.benchmark.results import (
     Details,
     Percentiles,
@@ -246,6 +249,15 @@ def test_a_speed_that_is_not_known_is_no_figure(results):
     page = re.sub(r' (data-label|class)="[^"]*"', "", page)
     assert '<th scope="row">none</th><td>\u2013</td>' in page
     assert '<th scope="row">context</th><td>30.0</td><td>1.50x (1.40 to 1.60)</td><td>10 of 10</td><td>60%</td>' in page
+
+
+def test_tokens_per_step_that_are_not_known_are_no_figure(results):
+    """As of another tool, whose steps are not counted."""
+    unknown = replace(results, runs=(replace(results.runs[0], tokens_per_step=None), results.runs[1]))
+    assert '<td data-label="tokens/step">\u2013</td>' in render(unknown)
+    with Console(file=io.StringIO(), width=200) as console:
+        print_results(console, unknown, Path("out"))
+        assert "0.00" not in console.file.getvalue()
 
 
 def test_answers_come_from_who_knows_where_tokens_came_from(results):
