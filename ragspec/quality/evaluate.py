@@ -284,6 +284,9 @@ def _notes(answers: Answers) -> list[str]:
         )
     if answers.failed:
         notes.append(f"{len(answers.failed)} records failed, and are not scored ({_some(answers.failed)})")
+    if answers.repeated:
+        count = len(answers.repeated)
+        notes.append(f"{count} answers are replaced by later ones with the same id ({_some(answers.repeated)})")
     notes += _invalid(answers)
     if not has_rouge():
         notes.append('rougeL needs rouge-score: pip install "ragspec[quality]"')

@@ -32,7 +32,11 @@ REFUSAL = (
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """One answer. cited: passage ids, None if it has neither citations nor a field for them. gold: ids to cite."""
+    """One answer.
+
+    cited: passage ids, None if it has neither citations nor a field for them. gold: ids to cite. valid: whether it
+    matches its format, None without one. problem: why references are unusable.
+    """
 
     text: str
     references: tuple[str, ...]
@@ -40,22 +44,40 @@ class Graded:
     output_tokens: int | None = None
     cited: set[str] | None = None
     gold: set[str] = field(default_factory=set)
+    valid: bool | None = None
+    problem: str = ""
 
 
 @dataclass(slots=True)
 class Answers:
     """A run's answers by record id.
 
-    failed: ids of error lines. without: ids without reference. unusable: ids with their unusable references.
-    structured: answers with a format. invalid: ids of those that do not match it; the text as it is counts as theirs.
+    failed: ids of error lines. repeated: ids of answers that a later line with the same id replaced.
     """
 
     graded: dict[str, Graded] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)
-    unusable: list[str] = field(default_factory=list)
-    structured: int = 0
-    invalid: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+
+    @property
+    def without(self) -> list[str]:
+        """Return the ids of answers without reference."""
+        return [name for name, one in self.graded.items() if not one.references]
+
+    @property
+    def unusable(self) -> list[str]:
+        """Return the ids of answers whose references are unusable, with why."""
+        return [f"{name}: {one.problem}" for name, one in self.graded.items() if one.problem]
+
+    @property
+    def structured(self) -> int:
+        """Return how many answers have a format."""
+        return sum(one.valid is not None for one in self.graded.values())
+
+    @property
+    def invalid(self) -> list[str]:
+        """Return the ids of answers that do not match their format; the text as it is counts as theirs."""
+        return [name for name, one in self.graded.items() if one.valid is False]
 
     @property
     def ids(self) -> set[str]:
@@ -86,17 +108,10 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
         if text is None:
             answers.failed.append(name)
             continue
-        valid = line.get("valid")
-        answers.structured += valid is not None
-        if valid is False:
-            answers.invalid.append(name)
+        if name in answers.graded:
+            answers.repeated.append(name)
         source = _metadata(line) if given is None else given.get(name, {})
-        found, problem = references_of(source, as_text=is_itself_json(text, line))
-        if problem := problem or _gold_of(source)[1]:
-            answers.unusable.append(f"{name}: {problem}")
-        if not found:
-            answers.without.append(name)
-        answers.graded[name] = _graded(text, line, found, source, pattern)
+        answers.graded[name] = _graded(text, line, source, pattern)
     if not answers.graded and not answers.failed:
         raise ConfigError(f"{path}: contains no answers")
     if given and answers.graded and answers.graded.keys().isdisjoint(given):
@@ -135,16 +150,22 @@ def references_of(source: Mapping[str, Any], *, as_text: bool = False) -> tuple[
     return ((), f'"{key}" must be a text or a list of texts') if texts is None else (texts, "")
 
 
-def _graded(
-    text: str, line: Any, references: tuple[str, ...], source: Mapping[str, Any], refusal: re.Pattern[str]
-) -> Graded:
+def _graded(text: str, line: Any, source: Mapping[str, Any], refusal: re.Pattern[str]) -> Graded:
+    references, problem = references_of(source, as_text=is_itself_json(text, line))
     contexts = [str(each) for each in line.get("contexts") or []]
-    gold = _gold(source)
+    gold, unread = _gold_of(source)
     formatted = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
-    wanted = formatted if gold is None else gold
     said = said_in(text, line)
-    refuses = refusal.search(said) is not None
-    return Graded(said, references, refuses, tokens_of(line), cited(text, _parsed(line), contexts), wanted)
+    return Graded(
+        said,
+        references,
+        refuses=refusal.search(said) is not None,
+        output_tokens=tokens_of(line),
+        cited=cited(text, _parsed(line), contexts),
+        gold=formatted if gold is None else gold,
+        valid=line.get("valid"),
+        problem=problem or unread,
+    )
 
 
 def said_in(text: str, line: Mapping[str, Any]) -> str:

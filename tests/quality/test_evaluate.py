@@ -130,6 +130,17 @@ def test_what_cannot_be_scored_is_counted_and_named(tmp_path):
     assert "1 records failed, and are not scored (q9)" in notes
 
 
+def test_of_two_answers_with_one_id_the_last_counts_and_a_note_says_so(tmp_path):
+    old = [{"id": "a", "output": "x", "valid": False, "metadata": {}}, {"id": "b", "output": "x", "metadata": {}}]
+    new = [{"id": "a", "output": "salt", "metadata": {"reference": "salt"}}]
+    found = evaluate(write_jsonl(tmp_path / "out.jsonl", [*old, *new]))
+    assert (found.records, found.scores["f1"].mean, found.scores["f1"].count) == (2, 100.0, 1)
+    assert found.notes == [
+        "1 of 2 answers have no reference, and are not scored against one (b)",
+        "1 answers are replaced by later ones with the same id (a)",
+    ]
+
+
 def test_structured_answers_that_are_not_valid_are_counted(tmp_path):
     whole = {"output": '{"answer": "salt"}', "valid": True, "parsed": {"answer": "salt"}}
     cut = {"output": '{"answer": "sa', "valid": False, "parsed": None}
