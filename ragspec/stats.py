@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
+from math import ceil
 from typing import Any, NamedTuple
 
 
@@ -123,7 +124,7 @@ class Reservoir:
         if not self._values:
             return None
         ranked = sorted(self._values)
-        return {f"p{p}": round(ranked[min(len(ranked) - 1, len(ranked) * p // 100)], 6) for p in (50, 95, 99)}
+        return {f"p{p}": round(ranked[ceil(len(ranked) * p / 100) - 1], 6) for p in (50, 95, 99)}
 
 
 OTHERS = "other causes"

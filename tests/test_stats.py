@@ -1,5 +1,6 @@
 import pickle
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,11 +53,22 @@ def test_ratios_of_nothing_are_none():
     assert Reservoir().percentiles() is None
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 19, 20, 21, 100, 101])
+def test_percentiles_are_those_of_numpys_nearest_rank(count):
+    """Of two values, the median is the lower one, not the largest of all."""
+    values = [float(value) for value in range(count)]
+    found = Reservoir()
+    for value in values:
+        found.add(value)
+    ranks = {f"p{p}": numpy.percentile(values, p, method="inverted_cdf") for p in (50, 95, 99)}
+    assert found.percentiles() == ranks
+
+
 def test_reservoir_is_exact_while_small_and_bounded_when_large():
     small = Reservoir(size=100)
     for value in range(100):
         small.add(value)
-    assert small.percentiles() == {"p50": 50, "p95": 95, "p99": 99}
+    assert small.percentiles() == {"p50": 49, "p95": 94, "p99": 98}
     size = len(pickle.dumps(small))
     for value in range(100_000):
         small.add(value)
