@@ -273,8 +273,13 @@ def _agreement(scores: Scores) -> Estimate | None:
 
 
 def _notes(answers: Answers) -> list[str]:
-    """Return notes on what could not be scored."""
+    """Return notes on what could not be scored, or may be scored against the reference of another record."""
     notes = []
+    if answers.unnamed:
+        notes.append(
+            f"{answers.unnamed} records of --references have no id, and are matched by their number in the file; if "
+            "the ids are in another column, give --columns id=NAME"
+        )
     if answers.unusable:
         notes.append(f"{len(answers.unusable)} records have unusable references ({_some(answers.unusable)})")
     if answers.without:

@@ -16,7 +16,7 @@ from ragspec.inputs.sources import open_source
 from ragspec.inputs.storage import advising
 from ragspec.inputs.values import is_text
 from ragspec.json_text import JSONDecodeError, loads
-from ragspec.outputs.reader import answers_in, id_given, json_object, tokens_of
+from ragspec.outputs.reader import answers_in, id_given, id_of, json_object, tokens_of
 from ragspec.quality.metrics import cited, numbered
 
 GOLD = ("gold_ids", "gold_doc_ids")
@@ -52,12 +52,14 @@ class Graded:
 class Answers:
     """A run's answers by record id.
 
-    failed: ids of error lines. repeated: ids of answers that a later line with the same id replaced.
+    failed: ids of error lines. repeated: ids of answers that a later line with the same id replaced. unnamed: records
+    of the references that have no id, so that their numbers stand for it.
     """
 
     graded: dict[str, Graded] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
+    unnamed: int = 0
 
     @property
     def without(self) -> list[str]:
@@ -98,12 +100,12 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
     """
     paths = references.path if isinstance(references, InputConfig) else [references] if references else []
     with advising("--references takes a file of records that have a reference", paths):
-        given = _by_id(references) if references else None
+        given, unnamed = _by_id(references) if references else (None, 0)
     try:
         pattern = re.compile(refusal, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(f"--refusal: not a regular expression: {error}") from None
-    answers = Answers()
+    answers = Answers(unnamed=unnamed)
     for name, text, line in answers_in(path):
         if text is None:
             answers.failed.append(name)
@@ -124,7 +126,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
 
 def read_questions(references: InputConfig | str) -> dict[str, str]:
     """Return the questions of records by id."""
-    found = ((name, row.get("query", row.get("question"))) for name, row in _by_id(references).items())
+    found = ((name, row.get("query", row.get("question"))) for name, row in _by_id(references)[0].items())
     return {name: question for name, question in found if isinstance(question, str)}
 
 
@@ -224,13 +226,14 @@ def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:
     return places if sorted(places) == sorted(contexts) else contexts
 
 
-def _by_id(given: InputConfig | str) -> dict[str, dict[str, Any]]:
-    """Return the records of a file of references; those of one id are merged.
+def _by_id(given: InputConfig | str) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the records of a file of references, those of one id merged, and how many have no id.
 
     Raises ConfigError if they differ in what answers are measured by, or if a reference is a printed Python list.
     """
     found: dict[str, dict[str, Any]] = {}
     numbers: dict[str, int] = {}
+    unnamed = 0
     with open_source(given) as source:
         ids = RecordIds(source)
         for row in source:
@@ -239,6 +242,7 @@ def _by_id(given: InputConfig | str) -> dict[str, dict[str, Any]]:
             value = {**_metadata(value), **value}
             if any(is_text(value.get(key)) for key in REFERENCES) and (problem := references_of(value)[1]):
                 raise ConfigError(f"{where}: {problem}")  # a printed list: all records of the file have one
+            unnamed += id_of(value) is None
             name = ids.of(row)
             before = found.get(name, {})
             if name in found and (what := _conflict(before, value)):
@@ -248,7 +252,7 @@ def _by_id(given: InputConfig | str) -> dict[str, dict[str, Any]]:
                 )
             found[name] = before | {key: each for key, each in value.items() if each is not None}
             numbers.setdefault(name, row.number)
-    return found
+    return found, unnamed
 
 
 def _conflict(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

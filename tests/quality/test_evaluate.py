@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragspec.cli import app
+from ragspec.config.io import InputConfig
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.quality.evaluate import evaluate
@@ -236,6 +237,17 @@ def test_records_without_ids_match_by_the_ids_that_a_run_makes(tmp_path):
 
 def evaluated(*args):
     return CliRunner().invoke(app, ["evaluate", *map(str, args)])
+
+
+def test_a_note_says_that_references_are_matched_by_number(tmp_path):
+    """The ids of these answers begin at 0 and are in `qid`, so each but the first meets the next one's reference."""
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": i, "output": str(i)} for i in range(3)])
+    given = write_jsonl(tmp_path / "ref.jsonl", [{"qid": i, "reference": str(i)} for i in range(3)])
+    note = evaluate(out, references=given).notes[0]
+    assert note.startswith("3 records of --references have no id, and are matched by their number in the file; if the")
+    named = InputConfig(path=[given], columns={"id": "qid"})
+    found = evaluate(out, references=named)
+    assert (found.notes, found.scores["exact_match"].mean) == ([], 100.0)
 
 
 def test_references_of_other_columns_are_mapped(tmp_path):
