@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from ragspec.inputs.passages import NAMES
+
 DRAWS = 2000
 SEED = 0
 LEVEL = 95  # per cent
@@ -124,6 +126,7 @@ def _scorer() -> Callable[[str, str], Any]:
 # -- citations -------------------------------------------------------------------------------------
 NUMBERS = re.compile(r"\[(\d+(?:\s*[,;]\s*\d+)*)\]")  # [1], [2, 3]
 FIELDS = ("citations", "sources", "cited", "passages")  # of a structured answer, with passage ids
+ID_NAMES = ("passage", *NAMES["id"])  # of the id, where a citation is an object: {"id": "d7", "quote": "..."}
 
 
 def cited(text: str, parsed: Any, contexts: Sequence[str]) -> set[str] | None:
@@ -148,6 +151,8 @@ def _ids(value: Any) -> Iterator[str]:
     if isinstance(value, list):
         for each in value:
             yield from _ids(each)
+    elif isinstance(value, dict):
+        yield from _ids(next((value[name] for name in ID_NAMES if name in value), None))
     elif isinstance(value, str | int) and not isinstance(value, bool):
         yield str(value)
 

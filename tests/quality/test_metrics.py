@@ -42,6 +42,14 @@ def test_citations_by_number_and_by_field():
     assert precision(set(), {"a"}) == 0.0
 
 
+@pytest.mark.parametrize("name", ["id", "passage", "doc_id", "source"])
+def test_citations_that_are_objects_cite_by_their_id(name):
+    """As where each has a quote beside it."""
+    parsed = {"answer": "x", "citations": [{name: "d9", "quote": "y [1]"}, {name: 4, "quote": "z"}]}
+    assert cited("{}", parsed, ["d3", "d9", "4"]) == {"d9", "4"}
+    assert cited("{}", {"citations": [{"quote": "y"}]}, ["d3"]) == set()
+
+
 def test_an_interval_holds_the_mean_and_shrinks_with_more_records():
     few, many = estimate([0.0, 1.0] * 10), estimate([0.0, 1.0] * 1000)
     assert few.low < few.mean == 0.5 < few.high
