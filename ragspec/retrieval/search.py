@@ -93,7 +93,7 @@ def evaluate(rows: Iterable[InputRow], retriever: Retriever) -> dict[str, Any]:
     for row in rows:
         value = row.value
         gold = value.get(GOLD) if isinstance(value, dict) else None
-        if not (isinstance(gold, list) and gold and isinstance(value.get("query"), str)):
+        if not (isinstance(gold, list) and gold and isinstance(value.get("query"), str) and value["query"].strip()):
             left_out += 1
             continue
         started = time.perf_counter()

@@ -514,11 +514,12 @@ def test_recall_and_mrr_are_those_of_documents(tmp_path):
         {"query": "runs dry pump water", "gold_doc_ids": ["bread", "owl"]},
         {"query": "nothing matches zzz", "gold_doc_ids": ["owl"]},
         {"query": "no gold"},
+        {"query": " ", "gold_doc_ids": ["owl"]},  # no question: nothing is searched for it
     ]
     result = evaluate([InputRow(i, b"", value) for i, value in enumerate(asked)], Retriever(config(tmp_path)))
     assert result["recall@5"] == round((1 + 0.5 + 0) / 3, 4)
     assert result["queries"] == 3
-    assert result["left_out"] == 1
+    assert result["left_out"] == 2
     assert result["mrr"] == round((1 + 1 / 2 + 0) / 3, 4)  # bread comes second, after the pump
     with pytest.raises(ConfigError, match="gold_doc_ids"):
         evaluate([], Retriever(config(tmp_path)))
