@@ -220,9 +220,13 @@ def _speed_by_batch_size(table: list[TableRow]) -> Iterator[Figure]:
     runs = [row.run for row in table]
     if len({run.batch_size for run in runs}) < 2:
         return
-    values = [{"series": _series(run), "x": run.batch_size, "y": run.tokens_per_s} for run in runs if run.batch_size]
+    values = [
+        {"series": _series(run), "x": run.batch_size, "y": run.tokens_per_s}
+        for run in runs
+        if run.batch_size and run.tokens_per_s is not None
+    ]
     spec = lines(values, "records at once", "tokens per second", ordinal=True)
-    words = "; ".join(f"{each['series']} at {each['x']}: {each['y'] or 0:.1f} tokens per second" for each in values)
+    words = "; ".join(f"{each['series']} at {each['x']}: {each['y']:.1f} tokens per second" for each in values)
     yield Figure("Speed against batch size", "Output tokens over the whole time, prompts included.", spec, words)
 
 

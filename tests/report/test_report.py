@@ -33,11 +33,12 @@ HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.
 
 
 def run(name, method, speed, **more):
+    more = {"decode_tokens_per_s": 2 * speed if speed else None} | more
     given = {
         **{"name": name, "peer": False, "runner": "huggingface", "method": method, "batch_size": 8},
         **{"num_tokens": "auto", "repeat": 1, "records": 10, "failed": 0, "prompt_tokens": 5000},
         **{"output_tokens": 640, "generate_s": 10.0, "prefill_s": 6.0, "decode_s": 4.0, "load_s": 1.0},
-        **{"warmup_s": 1.0, "tokens_per_s": speed, "decode_tokens_per_s": 2 * speed, "drafted": 100},
+        **{"warmup_s": 1.0, "tokens_per_s": speed, "drafted": 100},
         **{"accepted": 60, "acceptance_rate": 0.6, "mean_acceptance_length": 2.0, "tokens_per_step": 1.8},
         **{"acceptance_by_position": (0.8, 0.5), "latency_s": Percentiles(1.0, 2.0, 3.0)},
         **{"time_to_first_token_s": Percentiles(0.5, 1.0, 1.0), "identical": 10, "peak_memory_gib": 2.0},
@@ -279,6 +280,13 @@ def test_every_chart_has_its_figures_in_words(results):
     page = render(results)
     assert page.count('<svg role="img" aria-label="') == page.count("<svg")
     assert "context vs. none: 1.50x (1.40 to 1.60)" in page
+
+
+def test_a_speed_that_is_not_known_is_in_no_chart(results):
+    runs = (*results.runs, run("none-b1", "none", None, batch_size=1), run("context-b1", "context", 9.0, batch_size=1))
+    (words,) = [each.words for each in figures(replace(results, runs=runs)) if each.title == "Speed against batch size"]
+    assert "huggingface context at 1: 9.0 tokens per second" in words
+    assert "none at 1" not in words
 
 
 def test_ratios_are_on_a_logarithmic_axis_around_one():
