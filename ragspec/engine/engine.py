@@ -363,6 +363,7 @@ class Engine:
                 self._ahead = start_ahead(self._model, work, later, result)
             except MAY_BE_MEMORY as error:
                 out_of_memory(error)  # it is started when it is due, and fails then
+                self._ahead = None  # what an earlier part started may follow chunks that were not computed yet
         return result
 
     def _launch(self, work: Sequence[ScheduledRequest], logits: bool) -> StepResult:

@@ -115,6 +115,38 @@ def test_rows_come_back_after_forwards_that_ran_out_of_memory(tiny, plain, monke
     assert {outcome.index: outcome.token_ids for outcome in engine.run(requests_for(tokenizer))} == plain
 
 
+def test_a_prompt_goes_on_in_no_step_that_was_started_before_what_precedes_it_was_computed(tiny, monkeypatch):
+    """Memory suffices for three rows at once, and for every other step ahead."""
+    model, tokenizer = short_of_blocks(tiny, 400)
+    rng = random.Random(3)
+    texts = [[rng.randrange(5, 300) for _ in range(150 if i % 3 == 2 else 6)] for i in range(12)]
+    requests = [Request(i, str(i), text, Sampling(max_new_tokens=10 + 7 * (i % 4))) for i, text in enumerate(texts)]
+
+    def run(rows):
+        model.resize(rows)
+        engine = Engine(model, NoProposer(), tokenizer, frozenset(), EngineSettings(chunk=16))
+        return {outcome.index: outcome.token_ids for outcome in engine.run(iter(requests))}
+
+    expected = run(1)
+    begin, begin_after, ahead = model.begin, model.begin_after, []
+
+    def short(segments, *args, **kwargs):
+        if len(segments) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return begin(segments, *args, **kwargs)
+
+    def short_ahead(*args):
+        ahead.append(1)
+        if len(ahead) % 2 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return begin_after(*args)
+
+    monkeypatch.setattr(model, "begin", short)
+    monkeypatch.setattr(model, "begin_after", short_ahead)
+    assert run(5) == expected
+    assert len(ahead) > 20
+
+
 @pytest.mark.parametrize("blocks", [7, 40, 90])
 def test_what_steps_cost_is_measured_in_as_many_rows_as_there_are_blocks_for(tiny, blocks):
     model, _ = short_of_blocks(tiny, blocks)
