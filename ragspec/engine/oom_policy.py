@@ -72,8 +72,8 @@ class OomPolicy:
         return [self._fail(scheduler, row, self._room.why(len(row.tokens)))]
 
     def run_alone(self, scheduler: Scheduler, row: RequestState, text: str) -> list[Failure]:
-        """Retry a row alone after its own forward failed; if it is alone already, it fails."""
-        if len(scheduler.rows()) == 1:
+        """Retry a row alone after its own forward failed; if it was alone already, it fails."""
+        if len(scheduler.places) == 1:  # rows that finished in this step, or left a prefix, had memory beside it
             self._suspect = None
             return [self._fail(scheduler, row, text)]
         self._suspect, self._beside = row, len(scheduler.places)

@@ -1,6 +1,7 @@
 """Memory: how many rows of how many tokens, what a failure costs, and how rows come back."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -234,6 +235,25 @@ def test_a_poisoned_record_costs_itself_only(loaded, tiny, plain, monkeypatch, e
     assert type(error).__name__ in outcomes[99].message
     assert tokens(outcomes) == plain
     assert widths[-1] == 4
+
+
+def test_a_row_that_fails_as_the_last_other_one_ends_is_retried(loaded, tiny, plain, monkeypatch):  # noqa: F811
+    model, tokenizer = loaded(tiny)
+    first, second = list(requests_for(tokenizer))[:2]
+    first = replace(first, sampling=Sampling(max_new_tokens=5))
+    last, begin, tried = len(first.token_ids) + 3, model.begin, []
+
+    def short(segments, *args, **kwargs):
+        if tried or (len(segments) == 2 and segments[0].start == last):
+            tried.append(len(segments))
+        if tried in ([2], [2, 1, 1]):
+            raise torch.OutOfMemoryError("no room")
+        return begin(segments, *args, **kwargs)
+
+    monkeypatch.setattr(model, "begin", short)
+    outcomes, _ = run(model, tokenizer, [first, second], rows=2)
+    assert tried[:3] == [2, 1, 1]
+    assert tokens(outcomes) == {0: plain[0][:5], 1: plain[1]}
 
 
 def test_an_error_of_the_input_ends_the_run_as_itself(loaded, tiny):  # noqa: F811
