@@ -256,6 +256,24 @@ def test_a_row_that_fails_as_the_last_other_one_ends_is_retried(loaded, tiny, pl
     assert tokens(outcomes) == {0: plain[0][:5], 1: plain[1]}
 
 
+def test_a_row_that_no_memory_is_left_to_begin_costs_itself_only(loaded, tiny, plain, monkeypatch):  # noqa: F811
+    """Though no drafter has heard of it yet."""
+    model, tokenizer = loaded(tiny)
+    share, tried = RaggedCache.share_prefix, []
+
+    def short(self, *args):
+        tried.append(1)
+        if len(tried) == 2:
+            raise MemoryError("no room")
+        return share(self, *args)
+
+    monkeypatch.setattr(RaggedCache, "share_prefix", short)
+    outcomes, _ = run(model, tokenizer, requests_for(tokenizer), RowProposer(ContextDrafter(), 3, None), rows=1)
+    (failed,) = (outcome for outcome in outcomes.values() if isinstance(outcome, Failure))
+    assert "no room" in failed.message
+    assert tokens(outcomes) == {index: answer for index, answer in plain.items() if index != failed.index}
+
+
 def test_an_error_of_the_input_ends_the_run_as_itself(loaded, tiny):  # noqa: F811
     model, tokenizer = loaded(tiny)
 

@@ -167,8 +167,9 @@ class RowProposer(NoProposer):
             self.forced.score(row.place, token_ids)
 
     def finish(self, row: RequestState) -> None:
-        if self._unread.pop(row.place, None) is None:
-            self._finished.append(self._open.pop(row.place))
+        unread, drafter = self._unread.pop(row.place, None), self._open.pop(row.place, None)
+        if unread is None and drafter is not None:  # neither if memory ran out before the row was admitted
+            self._finished.append(drafter)
         self.forced.forget(row.place)
 
     def resize(self, rows: int) -> None:
