@@ -437,6 +437,9 @@ class Engine:
             if token in row.ends:
                 kept, row.reason = kept[:count], "stop"
                 break
+        if row.grammar is not None and not row.ends and len(kept) > 1:
+            # a complete answer ends without an end token; a draft may go on with the tokenizer's
+            kept = kept[: row.grammar.until_complete(kept)]
         stop = row.request.sampling.stop
         if stop:
             answer = row.tokens[row.prompt_tokens :] + kept

@@ -196,6 +196,14 @@ class Matcher:
             elif not self.inner.consume_token(token):
                 return
 
+    def until_complete(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens are taken before only an end may follow: all of them if more may."""
+        inner = self.inner.deep_copy()
+        for count, token in enumerate(tokens, 1):
+            if not inner.consume_token(token) or inner.is_stopped():
+                return count
+        return len(tokens)
+
     def admitted(self, guesses: Sequence[int]) -> int:
         """Return how many leading guesses are allowed; none after an end."""
         if self.complete:  # llguidance does not count an end in this state

@@ -312,6 +312,22 @@ def test_without_an_end_token_an_answer_ends_where_nothing_may_follow(loaded, ti
 
 @pytest.mark.wide
 @pytest.mark.demo
+def test_without_an_end_token_no_draft_goes_on_behind_an_answer(loaded, tiny):  # noqa: F811
+    """Though a grammar admits the tokenizer's own end token there."""
+    tokenizer = loaded(tiny)[1]
+    grammars = Grammars(tokenizer.inner, 400, ())
+
+    def written(proposer=None):
+        asked = requests_of(tokenizer, SAMPLINGS[0], "choice")
+        return ids(answers(loaded, tiny, proposer, requests=asked, grammars=lambda: grammars))
+
+    plain = written()
+    asked = requests_of(tokenizer, SAMPLINGS[0], "choice")
+    longer = {tuple(request.token_ids): [*plain[request.index], EOS] for request in asked}
+    drafter = Fixed(lambda tokens, prompt_tokens: longer[tuple(tokens[:prompt_tokens])][len(tokens) - prompt_tokens :])
+    assert written(RowProposer(drafter, 9, None)) == plain
+
+
 def test_with_a_real_tokenizer_too_the_engine_writes_what_masks_admit(demo):
     """Where the text is certain a mask admits one division into tokens; the demo's tokenizer has many."""
     from transformers import AutoModelForCausalLM, LogitsProcessorList
