@@ -27,16 +27,32 @@ from ragspec.cli.search import search
 from ragspec.cli.train_draft import train_draft
 from ragspec.cli.tune import tune
 from ragspec.cli.verify import verify
-from ragspec.errors import RagspecError, flat
+from ragspec.errors import ConfigError, RagspecError, flat
 
 SWITCH = " "  # what help shows as the type of a flag without a value, instead of <bool>
 
 
 class Command(TyperCommand):
-    """A command whose help shows no type for flags that take no value."""
+    """A command whose help shows no type for flags that take no value, and whose flags are given once or add up."""
 
     def get_params(self, ctx: Any) -> Any:
         return _without_types(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and not ctx.resilient_parsing:  # not while a shell completes a command
+            _refuse_repeats(self.make_parser(ctx).parse_args(args=list(args))[2])
+        return super().parse_args(ctx, args)
+
+
+def _refuse_repeats(given: list[Any]) -> None:
+    """Raise ConfigError for a flag given twice that takes one value: all but the last would be ignored."""
+    for each in given:
+        if each.param_type_name == "argument" or each.multiple or each.is_flag or each.count:
+            continue
+        if (times := sum(other is each for other in given)) > 1:
+            name = next(name for name in each.opts if name.startswith("--"))
+            files = "; for several files, name a folder or a pattern ('data/*.jsonl')" if each.name == "input" else ""
+            raise ConfigError(f"{name}: given {times} times, but takes one value; give it once{files}")
 
 
 class Group(TyperGroup):

@@ -199,11 +199,13 @@ def pairs_of(flag: str, key: str, given: Sequence[str]) -> list[str]:
 
     Fields come before fields inside them (`contexts` before `contexts.text`), so their order does not matter.
     """
+    from ragspec.cli.options import refuse_two_values
     from ragspec.errors import ConfigError
 
     for each in given:
         field, _, name = each.partition("=")
         if not (field and name):
             raise ConfigError(f'--{flag}: "{each}" is not FIELD=NAME, for instance id=qid')
+    refuse_two_values(flag, given)
     ordered = sorted(given, key=lambda each: each.partition("=")[0].count("."))
     return [f"{key}.{each}" for each in ordered]

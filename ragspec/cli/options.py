@@ -32,8 +32,16 @@ Input = Annotated[str | None, typer.Option("--input", "-i", metavar="FILE", help
 InputOrStdin = Annotated[
     str | None, typer.Option("--input", "-i", metavar="FILE|-", help=f"{RECORDS}, or - for stdin.")
 ]
+
+
+def _each_key_once(given: list[str] | None) -> list[str] | None:
+    refuse_two_values("set", given or ())
+    return given
+
+
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a config key; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", callback=_each_key_once, help="Override a config key; repeatable."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Read only the first N records.")]
 MaxNewTokens = Annotated[
@@ -211,6 +219,16 @@ def unused_plugins(config: RunConfig, plugin: list[str] | None) -> list[str]:
     if not names or method in names:
         return []
     return [f"--plugin: not used, because the method is {method}; to use it, add --method {' or '.join(names)}"]
+
+
+def refuse_two_values(flag: str, given: Sequence[str]) -> None:
+    """Raise ConfigError if a flag's KEY=VALUE texts give one key two values: the first would be ignored."""
+    from ragspec.errors import ConfigError
+
+    found: dict[str, str] = {}
+    for key, _, value in (each.partition("=") for each in given):
+        if found.setdefault(key, value) != value:
+            raise ConfigError(f'--{flag}: "{key}" is given two values; keep one of them')  # not shown: maybe secrets
 
 
 def input_of(path: str | list[str], columns: list[str] | None, **given: str) -> InputConfig:

@@ -50,10 +50,13 @@ def retrieve(
     """Add retrieved passages to records that have none."""
     from ragspec.cli.tables import print_notes, stderr
     from ragspec.config.redaction import Redactor
+    from ragspec.errors import ConfigError
     from ragspec.run.inspect import with_names
     from ragspec.run.retrieve import measure, stream
 
     set_debug(debug)
+    if source is not None and input is not None:
+        raise ConfigError(f"--input: given twice, as {source} and {input}; keep one of them")
     console = stderr()
     found_as = {"top_k": top_k, "mode": mode, "reranker_model": reranker_model, "order": order}
     settings = retrieval_settings(console, config, override, builds=False, index=index, **found_as)

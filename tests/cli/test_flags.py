@@ -49,6 +49,31 @@ def test_flags_win_over_the_config_and_over_set(tmp_path, questions):
     assert (sampling["temperature"], sampling["seed"], sampling["top_p"]) == (0.5, 1, 0.9)
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("generate --runner fake -i a.jsonl --input b.jsonl", "--input: given 2 times"),
+        ("generate --runner fake -i a.jsonl --seed 1 --seed 2", "--seed: given 2 times"),
+        ("generate --runner fake -i a.jsonl --set sampling.seed=1 --set sampling.seed=2", '"sampling.seed" is given'),
+        ("inspect a.jsonl --columns id=a --columns id=b", '--columns: "id" is given two values'),
+        ("retrieve a.jsonl -i b.jsonl --index x", "--input: given twice"),
+        ("run-batch -i a.jsonl --input-file b.jsonl -o c.jsonl", "--input: given 2 times"),
+        ("search words --index x --index y", "--index: given 2 times"),
+    ],
+)
+def test_a_flag_that_takes_one_value_is_given_once(command, message):
+    done = invoke(*command.split())
+    assert message in str(done.exception)
+
+
+def test_flags_that_add_up_and_switches_may_be_repeated(tmp_path, questions):
+    out = tmp_path / "out.jsonl"
+    flags = ["--stop", "a", "--stop", "b", "--include", "query", "-q", "-q"]
+    flags += ["--set", "sampling.seed=1", "--set", "sampling.seed=1"]
+    assert invoke("generate", *FAKE, "-i", questions, "-o", out, *flags).exit_code == 0
+    assert json.loads((tmp_path / "out.stats.json").read_text())["config"]["sampling"]["stop"] == ["a", "b"]
+
+
 def test_every_flag_sets_a_key_that_the_config_has():
     documented = (ROOT / "docs" / "reference" / "config.md").read_text()
     for name, flag in FLAGS.items():
