@@ -17,7 +17,7 @@ from ragspec.config.redaction import revealed
 from ragspec.config.sections import PromptConfig
 from ragspec.errors import ConfigError, RecordError
 from ragspec.models.stopping import thinking_after_prompt
-from ragspec.prompts.templates import Chat, arguments, compiled, uses_contexts
+from ragspec.prompts.templates import SYSTEM, Chat, arguments, compiled, uses_contexts
 from ragspec.prompts.untrusted_text import PromptText, as_text
 from ragspec.records import Passage, Record, Thinking, Tokenizer
 
@@ -279,13 +279,13 @@ class PromptBuilder:
             return text, record.special_tokens
         if self._chat:
             return self._render(self._with_system([{"role": "user", "content": text}]), args), False
-        if self._config.system is not None:
+        if self._config.system is not None and not _has_system(record.messages):
             text = f"{self._config.system}\n\n{text}"
         return text, True
 
     def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         system = self._config.system
-        if system is None or messages[0]["role"] in ("system", "developer"):
+        if system is None or _has_system(messages):
             return messages
         return [{"role": "system", "content": system}, *messages]
 
@@ -313,6 +313,11 @@ class PromptBuilder:
         except Exception as error:  # the user's template may raise anything
             log.debug("the prompt template failed", exc_info=error)
             raise RecordError(f"prompt.template: {type(error).__name__}: {error}") from None
+
+
+def _has_system(messages: Sequence[dict[str, Any]] | None) -> bool:
+    """Return whether messages begin with a system prompt of their own."""
+    return messages is not None and messages[0]["role"] in SYSTEM
 
 
 def canonical(contexts: tuple[Passage, ...]) -> list[int]:

@@ -44,6 +44,8 @@ def test_chat_template_is_used_where_there_is_one_with_the_system_prompt_first()
 def test_messages_keep_their_own_system_prompt():
     record = Record("r", messages=({"role": "system", "content": "own"}, {"role": "user", "content": "hi"}))
     assert build(record, tokenizer=ChatTokenizer(), system="config's")[0] == "system: own\nuser: hi"
+    assert build(record, system="config's")[0] == "own\n\nhi"  # also without a chat template
+    assert build(Record("r", messages=record.messages[1:]), system="config's")[0] == "config's\n\nhi"
 
 
 def test_a_developers_message_is_a_system_prompt():
