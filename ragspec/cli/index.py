@@ -47,7 +47,8 @@ def index(
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="MODEL", help="Model whose tokenizer counts tokens.")] = None,
     language: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Language for stemming and stop words (English), or none.")
+        str | None,
+        typer.Option(metavar="NAME", help="Language for stemming (English; it drops stop words), or none."),
     ] = None,
     workers: Annotated[
         int | None,

@@ -290,7 +290,7 @@ class RetrievalConfig(Section):
     tokenizer: Address | None = None
     """Without an embedding model: the model whose tokenizer counts tokens; by default, words and punctuation."""
     language: str = "English"
-    """Language for stemming and stop words (a LanceDB name), or `none`."""
+    """Language for stemming (a LanceDB name), or `none`. Only English has stop words, which are not searched."""
 
 
 class ScaleConfig(Section):

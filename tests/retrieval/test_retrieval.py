@@ -64,6 +64,19 @@ def test_words_find_passages_with_scores_titles_and_stems(tmp_path):
     assert all(hit.passage.score > 0 for hit in lamp + owl + odd)
 
 
+@pytest.mark.parametrize("language", ["English", "German", "none"])
+def test_words_that_are_stop_words_of_other_languages_are_found(tmp_path, language):
+    words = ["cat", "sea", "war", "dog", "minutes"]  # Catalan, Romanian, German, Danish, ...
+    built(tmp_path, [{"id": word, "text": f"Document {word}."} for word in words], language=language)
+    retriever = Retriever(config(tmp_path))
+    assert [ids(hits) for hits in retriever.search(words)] == [[word] for word in words]
+
+
+def test_stop_words_of_english_are_not_searched(tmp_path):
+    built(tmp_path, [{"id": "a", "text": "What is the pump?"}])
+    assert Retriever(config(tmp_path)).search(["what is the"]) == [[]]
+
+
 def test_an_update_redoes_only_what_changed(tmp_path):
     built(tmp_path)
     before = Retriever(config(tmp_path)).index.identity
