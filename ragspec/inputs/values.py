@@ -98,6 +98,8 @@ def with_metadata(found: dict[str, Any], given: Any) -> dict[str, Any]:
 
 CARRIED = ("name", "tool_call_id", "reasoning", "reasoning_content")  # passed to the template unchanged
 
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts
+
 
 def messages_of(value: Any) -> tuple[dict[str, Any], ...]:
     """Return a record's messages as chat templates expect them. Raises RecordError.
@@ -138,15 +140,20 @@ def _content(item: dict[str, Any], where: str) -> str:
     if content is None and item.get("tool_calls"):
         return ""
     if isinstance(content, list):  # content parts
-        parts = [
-            text for part in content if isinstance(text := part.get("text") if isinstance(part, dict) else part, str)
-        ]
+        parts = [text for part in content if isinstance(text := _part_text(part), str)]
         if len(parts) < len(content):
             raise RecordError(f'{where}: only content parts with "type": "text" are supported')
         content = "\n".join(parts)
     if not isinstance(content, str):
         raise RecordError(f'{where}: "content" must be a string, got {kind(content)}')
     return content
+
+
+def _part_text(part: Any) -> Any:
+    """Return the text of a content part; None for another kind of part, such as an image with a caption."""
+    if not isinstance(part, dict):
+        return part
+    return part.get("text") if part.get("type", "text") in TEXT_PARTS else None
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:

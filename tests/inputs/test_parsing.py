@@ -57,6 +57,7 @@ def test_openai_content_parts_are_joined():
         ({"messages": []}, '"messages" must be a non-empty list'),
         ({"messages": [{"role": "user"}]}, '"messages" item 1: "content" must be a string, got nothing'),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only content parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "text": "a caption"}]}]}, "only content parts"),
         ({"custom_id": "c", "body": 3}, '"body" must be an object'),
         ({"custom_id": "c", "body": {"prompt": "p", "tools": [{"type": "function"}]}}, '"body.tool_choice" must be'),
         ({"custom_id": "c", "body": {"prompt": "p", "stream": True}}, '"body.stream" is not supported'),
