@@ -5,7 +5,8 @@
         a + b  # DevicesDiffer
         a + b.to("cuda:0")
 
-FakeTensorMode refuses the same, but its tensors hold no numbers, so no answers could be compared.
+FakeTensorMode refuses the same, but its tensors hold no numbers, so no answers could be compared. With a queue
+(tests/queued.py), they are as asynchronous as real ones, and capture graphs.
 """
 
 # ruff: noqa: SLF001 (of torch)
@@ -34,16 +35,26 @@ class DevicesDiffer(RuntimeError):
     """An operator was given tensors of several devices."""
 
 
+class NotCaptured(RuntimeError):
+    """Something was done that a graph cannot hold."""
+
+
+class Memory:
+    """What a tensor is in."""
+
+
 class Placed(torch.Tensor):
     """A tensor on a GPU that is not there."""
 
     held: torch.Tensor
+    memory: object  # the same for all tensors with this memory; gone when it is free
 
     @staticmethod
-    def __new__(cls, held, device):
+    def __new__(cls, held, device, memory=None):
         layout = {"strides": held.stride(), "storage_offset": held.storage_offset()}
         self = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=device, **layout)
         self.held = held
+        self.memory = memory or Memory()
         return self
 
     def __repr__(self):
@@ -62,6 +73,15 @@ def _met(operator, given):
     return next(iter(found), CPU)
 
 
+def held(given):
+    """Return arguments with tensors on the CPU for those on a GPU."""
+    on_cpu = tree_map_only(torch.device, lambda each: CPU, given)
+    return tree_map_only(Placed, lambda each: each.held, on_cpu)
+
+
+_queue = None  # of several_gpus
+
+
 def _computed(operator, args, kwargs):
     leaves = tree_leaves((args, kwargs))
     given = [each for each in leaves if isinstance(each, torch.Tensor)]
@@ -70,12 +90,17 @@ def _computed(operator, args, kwargs):
         met = given[0].device
     else:
         met = _met(operator, [e for e in given if e.device != CPU] if operator.overloadpacket in INDEXES else given)
-    held_args, held_kwargs = tree_map_only(torch.device, lambda each: CPU, (args, kwargs))
-    held_args, held_kwargs = tree_map_only(Placed, lambda each: each.held, (held_args, held_kwargs))
-    out = operator(*held_args, **{key: False if key == "pin_memory" else each for key, each in held_kwargs.items()})
+    device, plain = device or met, {key: each for key, each in kwargs.items() if key != "pin_memory"}
+    if _queue is not None:
+        if device != CPU or any(each.device != CPU for each in given):
+            return _queue.launch(operator, args, plain, device)
+        out = operator(*args, **plain)
+        if kwargs.get("pin_memory"):
+            _queue.pin(out)
+        return out
+    out = operator(*held(args), **held(plain))
     if operator._schema.is_mutable:
         return kwargs.get("out", args[0])
-    device = device or met
     return out if device == CPU else tree_map_only(torch.Tensor, lambda each: Placed(each, device), out)
 
 
@@ -93,17 +118,21 @@ class _Functions(TorchFunctionMode):
             device = kwargs.pop("device")
             return function(*args, **kwargs).to(device)
         if function is torch.Tensor.copy_:
-            return _computed(torch.ops.aten.copy_.default, args[:2], {})
+            return _computed(torch.ops.aten.copy_.default, args, kwargs)
         if function in READ and isinstance(args[0], Placed):
+            if _queue is not None:
+                _queue.wait()
             return function(args[0].held)
         try:
             return function(*args, **kwargs)
-        except DevicesDiffer:
+        except (DevicesDiffer, NotCaptured):
             raise
         except RuntimeError:  # there is no such GPU, so that torch cannot make it the current one
             pass
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         device = _met(function, [e for e in given if e.device != CPU] if function in INDEXES else given)
+        if _queue is not None:
+            return _queue.launch(function, args, kwargs, device)
         out = function(*tree_map_only(Placed, lambda each: each.held, args), **kwargs)
         return tree_map_only(torch.Tensor, lambda each: Placed(each, device), out)
 
@@ -132,22 +161,29 @@ class _Event:
 
 
 @contextlib.contextmanager
-def several_gpus(free=1 << 30):
-    """Have GPUs: any number of them. free: bytes on each."""
+def several_gpus(free=1 << 30, queue=None):
+    """Have GPUs: any number of them. free: bytes on each. queue: what makes them asynchronous (tests/queued.py)."""
+    global _queue
+    stand_ins = {
+        "_lazy_init": lambda: None,
+        "Event": _Event,
+        "set_device": lambda device: None,
+        "synchronize": lambda device: None,
+        "mem_get_info": lambda device: (free, free),
+        "get_device_name": str,
+        **(queue.stand_ins() if queue else {}),
+    }
     with contextlib.ExitStack() as stack:
-        for name, stand_in in {
-            "_lazy_init": lambda: None,
-            "Event": _Event,
-            "set_device": lambda device: None,
-            "synchronize": lambda device: None,
-            "mem_get_info": lambda device: (free, free),
-            "get_device_name": str,
-        }.items():
+        for name, stand_in in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(torch.inference_mode())
         stack.enter_context(_Operators())
         stack.enter_context(_Functions())
-        yield
+        _queue = queue
+        try:
+            yield
+        finally:
+            _queue = None
 
 
 def place(module, device):
