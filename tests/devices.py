@@ -79,12 +79,29 @@ def held(given):
     return tree_map_only(Placed, lambda each: each.held, on_cpu)
 
 
+def tensors_in(given):
+    """Return the tensors among arguments or results."""
+    return [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+
+
+def placed(given, device):
+    """Return results as they are on a device."""
+    return given if device == CPU else tree_map_only(torch.Tensor, lambda each: Placed(each, device), given)
+
+
+@contextlib.contextmanager
+def without_gpus():
+    """Compute on the CPU what is given there, as if there were no GPUs."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 _queue = None  # of several_gpus
 
 
 def _computed(operator, args, kwargs):
     leaves = tree_leaves((args, kwargs))
-    given = [each for each in leaves if isinstance(each, torch.Tensor)]
+    given = tensors_in(leaves)
     device = next((each for each in leaves if isinstance(each, torch.device)), None)
     if operator.overloadpacket in MOVES:
         met = given[0].device
@@ -101,7 +118,7 @@ def _computed(operator, args, kwargs):
     out = operator(*held(args), **held(plain))
     if operator._schema.is_mutable:
         return kwargs.get("out", args[0])
-    return out if device == CPU else tree_map_only(torch.Tensor, lambda each: Placed(each, device), out)
+    return placed(out, device)
 
 
 class _Operators(TorchDispatchMode):
@@ -129,22 +146,20 @@ class _Functions(TorchFunctionMode):
             raise
         except RuntimeError:  # there is no such GPU, so that torch cannot make it the current one
             pass
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = tensors_in((args, kwargs))
         device = _met(function, [e for e in given if e.device != CPU] if function in INDEXES else given)
         if _queue is not None:
             return _queue.launch(function, args, kwargs, device)
-        out = function(*tree_map_only(Placed, lambda each: each.held, args), **kwargs)
-        return tree_map_only(torch.Tensor, lambda each: Placed(each, device), out)
+        return placed(function(*held(args), **kwargs), device)
 
 
 def at_once(function):
     """Return a function of tensors that is like one operator, to which all of them are given on one device."""
 
     def called(*args, **kwargs):
-        device = _met(function, [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)])
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            out = function(*tree_map_only(Placed, lambda each: each.held, args), **kwargs)
-            return out if device == CPU else tree_map_only(torch.Tensor, lambda each: Placed(each, device), out)
+        device = _met(function, tensors_in((args, kwargs)))
+        with without_gpus():
+            return placed(function(*held(args), **kwargs), device)
 
     return called
 

@@ -18,10 +18,9 @@ import weakref
 from collections import deque
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from tests.devices import CPU, NotCaptured, Placed, held
+from tests.devices import CPU, NotCaptured, Placed, held, tensors_in, without_gpus
 
 COPY = torch.ops.aten.copy_
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
@@ -64,7 +63,7 @@ class Queue:
         """Do what was given, or the first `until` pieces of it."""
         if self.graph is not None:
             raise NotCaptured("operation not permitted when stream is capturing")
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with without_gpus():
             while self.done < (self.given if until is None else until):
                 self._work.popleft()()
                 self.done += 1
@@ -80,7 +79,8 @@ class Queue:
         if packet is COPY:
             return self._copy(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
         args, kwargs = tree_map_only(torch.Tensor, self._taken, (args, kwargs))
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Placed)]
+        given = tensors_in((args, kwargs))
+        inputs = [each for each in given if isinstance(each, Placed)]
         now, named = held(args), held(kwargs)
         if schema is not None and schema.is_mutable:
             self._add(lambda: operator(*now, **named), inputs)
@@ -88,29 +88,27 @@ class Queue:
         waits = device == CPU or _depends_on_numbers(operator, inputs)
         if waits:
             self.wait()
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with without_gpus():
             found = operator(*now, **named)
-            hosts = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if _is_host(each)}
+            hosts = {each.untyped_storage().data_ptr() for each in given if not isinstance(each, Placed)}
             found = tree_map_only(torch.Tensor, lambda each: each.clone() if _within(each, hosts) else each, found)
             if waits:
                 return _placed(found, device, {})
             memories = {each.held.untyped_storage().data_ptr(): each.memory for each in inputs}
-            fresh = [
-                each for each in tree_leaves(found) if isinstance(each, torch.Tensor) and not _within(each, memories)
-            ]
+            fresh = [each for each in tensors_in(found) if not _within(each, memories)]
             for each in fresh:
                 each.fill_(float("nan") if each.is_floating_point() else 0)
 
         known = set(memories)
 
         def compute():
-            again = [each for each in tree_leaves(operator(*now, **named)) if isinstance(each, torch.Tensor)]
-            for old, new in zip(fresh, [each for each in again if not _within(each, known)], strict=True):
+            again = [each for each in tensors_in(operator(*now, **named)) if not _within(each, known)]
+            for old, new in zip(fresh, again, strict=True):
                 old.copy_(new)
 
         out = _placed(found, device, memories)
         if self.graph is not None:
-            self.graph.own.update(each.memory for each in tree_leaves(out) if not _within(each.held, known))
+            self.graph.own.update(each.memory for each in tensors_in(out) if not _within(each.held, known))
         if fresh and packet not in EMPTY:
             self._add(compute, inputs)
         return out
@@ -137,7 +135,7 @@ class Queue:
             return tensor
         if self.graph is not None and tensor.dim():
             raise NotCaptured("cannot copy unpinned memory during CUDA graph capture")
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with without_gpus():
             return tensor.clone()
 
     def _is_pinned(self, tensor):
@@ -153,10 +151,6 @@ def _depends_on_numbers(operator, inputs):
     values = any(str(each.type) not in ("Tensor", "List[Tensor]") for each in operator._schema.returns)
     masked = operator.overloadpacket is torch.ops.aten.index and any(each.dtype == torch.bool for each in inputs[1:])
     return values or masked or torch.Tag.dynamic_output_shape in operator.tags
-
-
-def _is_host(each):
-    return isinstance(each, torch.Tensor) and not isinstance(each, Placed)
 
 
 def _within(tensor, memories):

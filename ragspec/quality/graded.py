@@ -193,18 +193,16 @@ def _gold_of(source: Mapping[str, Any]) -> tuple[set[str] | None, str]:
     A single id needs no list. A table with types, such as Parquet, may hold the list as a text.
     """
     key = next((key for key in GOLD if source.get(key) not in (None, "")), None)
-    given: Any = None if key is None else source[key]
+    if key is None:
+        return None, ""
+    given = source[key]
     if is_text(given) and LISTED.fullmatch(given):
         try:
             given = loads(given)
         except JSONDecodeError:
-            return None, _no_list(str(key), given)
+            return None, _no_list(key, given)
     ids = given if isinstance(given, list) else [given]
-    return (None if key is None else {id_given(each) or str(each) for each in ids}), ""
-
-
-def _gold(source: Mapping[str, Any]) -> set[str] | None:
-    return _gold_of(source)[0]
+    return {id_given(each) or str(each) for each in ids}, ""
 
 
 def _no_list(key: str, value: str) -> str:
@@ -257,9 +255,11 @@ def _by_id(given: InputConfig | str) -> tuple[dict[str, dict[str, Any]], int]:
 
 def _conflict(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return what two records both have and differ in, an empty text if it is nothing."""
-    measures = {"references": lambda row: set(references_of(row)[0]), "gold ids": _gold}
-    pairs = ((what, of(one), of(other)) for what, of in measures.items())
-    return next((what for what, mine, others in pairs if mine and others and mine != others), "")
+    pairs = {
+        "references": [set(references_of(row)[0]) for row in (one, other)],
+        "gold ids": [_gold_of(row)[0] for row in (one, other)],
+    }
+    return next((what for what, (mine, others) in pairs.items() if mine and others and mine != others), "")
 
 
 def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:
