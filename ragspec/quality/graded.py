@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,11 +255,12 @@ def _by_id(given: InputConfig | str) -> tuple[dict[str, dict[str, Any]], int]:
 
 def _conflict(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return what two records both have and differ in, an empty text if it is nothing."""
-    pairs = {
-        "references": [set(references_of(row)[0]) for row in (one, other)],
-        "gold ids": [_gold_of(row)[0] for row in (one, other)],
+    measures: dict[str, Callable[[Mapping[str, Any]], set[str] | None]] = {
+        "references": lambda row: set(references_of(row)[0]),
+        "gold ids": lambda row: _gold_of(row)[0],
     }
-    return next((what for what, (mine, others) in pairs.items() if mine and others and mine != others), "")
+    pairs = ((what, of(one), of(other)) for what, of in measures.items())
+    return next((what for what, mine, others in pairs if mine and others and mine != others), "")
 
 
 def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:
