@@ -23,6 +23,7 @@ import torch
 from ragspec.engine.backends.graphs import StepOutputs, Work
 from ragspec.engine.backends.paged_attention import gathered
 from ragspec.engine.engine import CHUNK_CUDA, Engine, EngineSettings
+from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.forward import Model
 from ragspec.engine.model.result import StepResult
 from ragspec.engine.proposers.base import NoProposer
@@ -70,6 +71,9 @@ def steps(rows: int, prompt: int, sampling: Sampling) -> Iterator[float]:
     """Yield the host's seconds of each step in which `rows` rows decode."""
     capture = IdleCapture()
     model = Model(build(), rows, None, gathered, capture)
+    assert isinstance(model.cache, PagedCache)
+    model.cache.allocate(1 + rows * -(-(prompt + sampling.max_new_tokens) // model.cache.size))
+    model.cache.fixed = True  # as on a GPU, so that each step asks whether there are blocks for it
     rules = GenerationRules(model.inner, frozenset(), 0)
     settings = EngineSettings(chunk=CHUNK_CUDA, processors=lambda each: rules.processors(each.sampling, prompt))
     engine = Engine(model, NoProposer(), None, frozenset(), settings)  # type: ignore[arg-type]

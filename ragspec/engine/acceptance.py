@@ -64,17 +64,31 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
 
     result: of the sum of wanted tokens, request after request. constraint: applies grammars.
     """
+    if not needs_logits(work):
+        return _accept_best(work, result.best())
     starts = list(accumulate((item.wanted for item in work), initial=0))[:-1]
     places = [Place(item, at) for item, at in zip(work, starts, strict=True) if item.writes]
     masks = constraint.masks(work)
-    if needs_logits(work):
-        logits = result.logits()
-        chosen = _choose(places, logits, masks, constraint)
-        _note_logprobs(places, chosen, logits)
-    else:
-        best = result.best()
-        chosen = {place.at: place.agreed(best[place.at : place.end]) for place in places}
+    logits = result.logits()
+    chosen = _choose(places, logits, masks, constraint)
+    _note_logprobs(places, chosen, logits)
     return [(item, chosen[at] if item.writes else []) for item, at in zip(work, starts, strict=True)]
+
+
+def _accept_best(work: Sequence[ScheduledRequest], best: Sequence[int]) -> StepOutput:
+    """Return the best tokens of each request as far as its draft agrees; between steps, so without a call for each."""
+    output: StepOutput = []
+    at = 0
+    for item in work:
+        if not item.writes:
+            output.append((item, []))
+            continue
+        guesses, count = item.draft.token_ids, 1
+        if guesses:
+            count += agreement(guesses, best[at : at + len(guesses)])
+        output.append((item, list(best[at : at + count])))
+        at += 1 + len(guesses)
+    return output
 
 
 def _choose(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None, constraint: Constraint) -> Chosen:

@@ -242,7 +242,7 @@ class Engine:
         if filling and ready and self._model.computes_prompts_apart:
             drafts = self._drafting.fitted(drafts, ready, self._model, prefill, joined)
         work = [
-            ScheduledRequest(row, row.computed, row.tokens[-1:] + draft.token_ids, draft, decodes=True)
+            ScheduledRequest(row, row.computed, row.tokens[-1:] + draft.token_ids, draft, True)
             for row, draft in zip(ready, drafts, strict=True)
         ]
         budget = self._settings.chunk
@@ -353,10 +353,13 @@ class Engine:
         later: chunks of prompts for the step after it.
         """
         bare = not needs_logits(work)
-        rest = [item for item in work if ahead is None or not bare or not ahead.holds(item)]
+        rest, numbers = work, list[int | None]()
+        if ahead is not None and bare:
+            numbers = ahead.numbers(work)
+            rest = [item for item, number in zip(work, numbers, strict=True) if number is None]
         result = self._launch(rest, logits=not bare) if rest else None
         if ahead is not None and len(rest) < len(work):
-            result = ahead.joined(work, result)
+            result = ahead.joined(work, numbers, result)
         assert result is not None
         if bare and self._quiet:
             try:
@@ -402,7 +405,8 @@ class Engine:
         if not item.writes:
             row.computed += len(item.token_ids)
             return 0
-        kept, at = self._within(row, token_ids), row.written
+        at, room = row.written, row.room
+        kept = self._within(row, token_ids[:room])
         row.tokens += kept
         row.computed = len(row.tokens) - 1
         self._unrecorded.append((item, at, len(kept), min(len(kept), len(token_ids) - 1)))
@@ -411,7 +415,7 @@ class Engine:
         self._proposer.extend(row, kept)
         if row.first_at is None:
             row.first_at = time.perf_counter()
-        if row.reason or at + len(kept) >= row.request.sampling.max_new_tokens:
+        if row.reason or len(kept) >= room:
             finished.append(row)
         restart = self._model.frequencies.restart
         if restart is not None and row.base <= restart < len(row.tokens):
@@ -430,13 +434,11 @@ class Engine:
         elif not row.ends and row.grammar.complete:
             row.reason = "stop"
 
-    def _within(self, row: RequestState, token_ids: list[int]) -> list[int]:
+    def _within(self, row: RequestState, kept: list[int]) -> list[int]:
         """Return the tokens up to the end of the answer, if it is among them."""
-        kept = token_ids[: row.room]
-        for count, token in enumerate(kept, 1):
-            if token in row.ends:
-                kept, row.reason = kept[:count], "stop"
-                break
+        if not row.ends.isdisjoint(kept):
+            end = next(count for count, token in enumerate(kept, 1) if token in row.ends)
+            kept, row.reason = kept[:end], "stop"
         if row.grammar is not None and not row.ends and len(kept) > 1:
             # a complete answer ends without an end token; a draft may go on with the tokenizer's
             kept = kept[: row.grammar.until_complete(kept)]

@@ -56,26 +56,24 @@ class RequestState:
     reason: str = ""  # why the answer has ended, "" if it has not
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 if it was an accepted draft
     logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of the answer, if requested
+    prompt_tokens: int = field(init=False)  # length of the prompt
+    most_tokens: int = field(init=False)  # most tokens of prompt and answer
     copies: CopiedSpans = field(init=False)
 
     def __post_init__(self) -> None:
-        self.base = len(self.request.token_ids)
+        self.prompt_tokens = self.base = len(self.request.token_ids)
+        self.most_tokens = self.request.most_tokens
         self.copies = CopiedSpans(self.request.token_ids, self.request.passages)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.token_ids)
 
     @property
     def written(self) -> int:
         """Length of the answer so far."""
-        return len(self.tokens) - len(self.request.token_ids)
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def room(self) -> int:
         """Maximum number of further tokens."""
-        return self.request.sampling.max_new_tokens - self.written
+        return self.most_tokens - len(self.tokens)
 
     @cached_property
     def samples(self) -> bool:
@@ -119,7 +117,8 @@ class RequestState:
         if draft.token_ids or self.copies.started:
             first = self.prompt_tokens + at
             self.copies.note(at, draft, self.tokens[first : first + count])
-        self.logprobs += logprobs
+        if logprobs:
+            self.logprobs += logprobs
         self.spec.record(len(draft.token_ids), accepted)
         self.guessed += b"\1" * accepted + b"\0" * (count - accepted)
         if self.request.hear is not None:
@@ -218,7 +217,7 @@ class ScheduledRequest:
     decodes: bool = False
     writes: bool = True
     again: bool = False
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprob] = ()
 
     @property
     def wanted(self) -> int:
@@ -229,7 +228,7 @@ class ScheduledRequest:
     def segment(self) -> Segment:
         """Where its tokens go in the forward."""
         alone = not (self.decodes or self.again)
-        return Segment(self.row.place, self.start, len(self.token_ids), alone=alone, base=self.row.base)
+        return Segment(self.row.place, self.start, len(self.token_ids), alone, self.row.base)
 
     @property
     def slots(self) -> int:

@@ -165,14 +165,18 @@ class Scheduler:
         self.places = [CacheRow() for _ in range(places)]
         self._free = list(range(places))  # least recently used first
         self._index = PrefixIndex()
+        self._rows: list[RequestState] | None = None  # under way; None if that has changed
 
-    def rows(self) -> list[RequestState]:
+    def rows(self) -> Sequence[RequestState]:
         """Return the rows under way, by slot."""
-        return [place.row for place in self.places if place.row is not None]
+        if self._rows is None:
+            self._rows = [place.row for place in self.places if place.row is not None]
+        return self._rows
 
     def release(self, row: RequestState) -> None:
         """Free the slot of a finished row."""
         self.places[row.place].leave()
+        self._rows = None
         self._free.append(row.place)
 
     def interrupt(self, places: int, first: RequestState | None = None) -> None:
@@ -206,10 +210,13 @@ class Scheduler:
     def _empty(self, number: int) -> None:
         """Forget what a slot holds."""
         self.places[number] = CacheRow()
+        self._rows = None
         self._index.put(number, [])
 
     def widen(self, most: int) -> int:
         """Add slots, up to `most`, while every row could finish in them; return how many there are."""
+        if len(self.places) >= most:
+            return len(self.places)
         requests = [*(row.request for row in self.rows()), *(waiting.request for waiting in islice(self._queue, 1))]
         longest = max((request.most_tokens for request in requests), default=1)
         fit = most if self._beside else self._room.rows(longest)
@@ -256,6 +263,7 @@ class Scheduler:
         self._free.remove(chosen.target)
         place = self.places[chosen.target]
         place.row, place.group = row, waiting.group
+        self._rows = None
         row.place, row.computed = chosen.target, chosen.tokens
         if not row.written:
             row.cached = chosen.tokens

@@ -37,21 +37,19 @@ class StepAhead:
         self._numbers = {(id(row), start, 1): number for number, (row, start) in enumerate(rows)}
         wanted = len(rows)
         for item in prompts:
-            self._numbers[_key(item)] = wanted if item.writes else UNREAD
+            self._numbers[id(item.row), item.start, len(item.token_ids)] = wanted if item.writes else UNREAD
             wanted += item.wanted
 
-    def holds(self, item: ScheduledRequest) -> bool:
-        """Return whether what an item asks for was started."""
-        return _key(item) in self._numbers
+    def numbers(self, work: Sequence[ScheduledRequest]) -> list[int | None]:
+        """Return where in the result what each item writes is; None for items that were not started."""
+        return [self._numbers.get((id(item.row), item.start, len(item.token_ids))) for item in work]
 
-    def joined(self, work: Sequence[ScheduledRequest], rest: StepResult | None) -> JoinedResult:
-        """Return the result of `work`. rest: of the items that were not started, in their order."""
-        numbers = [self._numbers.get(_key(item)) for item in work if item.writes]
-        return JoinedResult(self._result, numbers, rest)
-
-
-def _key(item: ScheduledRequest) -> tuple[int, int, int]:
-    return id(item.row), item.start, len(item.token_ids)
+    def joined(
+        self, work: Sequence[ScheduledRequest], numbers: Sequence[int | None], rest: StepResult | None
+    ) -> JoinedResult:
+        """Return the result of `work`, of these numbers. rest: of the items that were not started, in their order."""
+        wanted = [number for item, number in zip(work, numbers, strict=True) if item.writes]
+        return JoinedResult(self._result, wanted, rest)
 
 
 class JoinedResult:
@@ -69,7 +67,9 @@ class JoinedResult:
     def best(self) -> list[int]:
         """Return the most likely token after each wanted one."""
         ahead = self._ahead.best()
-        rest = iter(self._rest.best() if self._rest is not None else ())
+        if self._rest is None:
+            return [ahead[number] for number in self._numbers if number is not None]
+        rest = iter(self._rest.best())
         return [next(rest) if number is None else ahead[number] for number in self._numbers]
 
     def written(self) -> tuple[torch.Tensor, list[int]] | None:
@@ -99,7 +99,7 @@ def start_ahead(
     """
     written = result.written()
     writing = [item.row for item in work if item.writes]
-    going = [at for at, row in enumerate(writing) if row.written + 1 < row.request.sampling.max_new_tokens]
+    going = [at for at, row in enumerate(writing) if row.room > 1]
     rows = [(writing[at], len(writing[at].tokens)) for at in going]
     slots = max([start + 1 for _, start in rows] + [item.slots for item in prompts], default=0)
     if (
@@ -110,7 +110,7 @@ def start_ahead(
         or not model.steps.shapes.one_step(len(rows))
     ):
         return None
-    segments = [Segment(row.place, start, 1, base=row.base) for row, start in rows]
+    segments = [Segment(row.place, start, 1, False, row.base) for row, start in rows]
     segments += [item.segment for item in prompts]
     token_ids, wanted = [0] * len(rows), list(range(len(rows)))
     for item in prompts:

@@ -194,8 +194,10 @@ class StepShapes:
 
     def _beside(self, decoding: Sequence[tuple[int, Segment]], tokens: int, most: int) -> tuple[list[StepRow], int]:
         """Return the rows of segments that are computed beside so many tokens of prompts, and the tokens of each."""
+        if not tokens:
+            return [], 1
         each = TOKENS[any(segment.count > 1 for _, segment in decoding)]
-        rows = sum(-(-segment.count // each) for _, segment in decoding) if tokens else 0
+        rows = sum(-(-segment.count // each) for _, segment in decoding)
         return (step_rows(decoding, each, beside=True), each) if self.joins(rows, most, tokens, each) else ([], 1)
 
     def joins(self, rows: int, most: int, tokens: int, each: int) -> bool:

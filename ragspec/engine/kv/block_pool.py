@@ -204,9 +204,8 @@ class BlockTables:
         Raises:
             MemoryError: No block is free.
         """
-        table, at = self._tables[row], first // self.size
-        if at < len(table) and end <= (at + 1) * self.size and not self._pool.shared(table[at]):
-            return []  # what most steps find
+        if self.holds(row, first, end):
+            return []
         others, missing = self._to_take(row, first, end)
         self._pool.check(len(others) + len(missing))  # before anything changes
         copies = [copy for at in others for copy in self._own(row, at, first - at * self.size)]
@@ -214,8 +213,15 @@ class BlockTables:
             self._append(row, self._pool.take(row, index))
         return copies
 
+    def holds(self, row: int, first: int, end: int) -> bool:
+        """Return whether the tokens are all in one block that is the row's own already, as in most steps."""
+        table, at = self._tables[row], first // self.size
+        return at < len(table) and end <= (at + 1) * self.size and not self._pool.shared(table[at])
+
     def missing(self, row: int, first: int, end: int) -> int:
         """Return how many blocks reserve() would take."""
+        if self.holds(row, first, end):
+            return 0
         others, missing = self._to_take(row, first, end)
         return len(others) + len(missing)
 
