@@ -26,7 +26,8 @@ from ragspec.errors import flat
 FAR = 1 << 20  # index of a block that is none of a row's; times a block's tokens it is still an int32
 QUERIES = 128  # queries of a block of FlexAttention
 TILE = 64  # tokens of a prompt in a row: fewer read keys and values more often, more have more padding
-SHAPES = 256  # shapes and masks that it may be compiled for; beyond, torch would run it as plain operators
+# shapes and masks that it may be compiled for, more than there are: beyond, torch runs it as plain operators, silently
+SHAPES = 4096
 UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # torch's switch for calling FlexAttention as plain operators
 
 
