@@ -240,10 +240,10 @@ class Findings:
 
     @property
     def failed(self) -> bool:
-        """Whether an answer changed, bits that should not, or one of the two runs lacks answers."""
+        """Whether an answer changed, bits that should not, one of the two runs lacks answers, or none was compared."""
         audits = [comparison.audit for comparison in self.comparisons]
         broken = self.bits is not None and self.bits.promised and self.bits.same < self.bits.records
-        return broken or any(audit.bugs for audit in audits) or bool(audits[0].unanswered)
+        return broken or any(audit.bugs for audit in audits) or bool(audits[0].unanswered) or not audits[0].records
 
 
 def print_findings(console: Console, found: Findings, folder: Path) -> None:

@@ -100,7 +100,7 @@ class _Verification:
             self._method_about = worker.ready.about["runner"]
             self._plain_about = self._plain_about or self._method_about
             self._outputs[candidate.name] = worker.answers
-            return read_answers(worker.answers)
+            return read_answers(worker.answers).each()
 
     def compare_runs(self) -> None:
         """Compare the method with plain decoding."""
@@ -108,7 +108,7 @@ class _Verification:
         one, two = (self._reproducible(answers) for answers in self._answers)
         if left := len(self._answers[0].answered) - len(one.answered):
             self.findings.left_out.append(
-                f"{left} sampled records: with {method.name} they have the same distribution, not the same text"
+                f"{left} sampled answers: with {method.name} they have the same distribution, not the same text"
             )
         for divergence in divergences(one, two, audit):
             if not audit.add(judge(divergence, self._referee)):

@@ -25,7 +25,7 @@ class Answer:
     """One record's answer.
 
     guessed: a 1 per token that came from a draft, empty if unknown. copied_tokens: (start, end, passage id).
-    token_logprobs: empty unless asked for. speculation: as in an output line.
+    token_logprobs: empty unless asked for. speculation: as in an output line. others: the record's further answers.
     """
 
     id: str
@@ -39,6 +39,7 @@ class Answer:
     question: str | None = None
     passages: list[Quote] = field(default_factory=list)
     speculation: dict[str, Any] = field(default_factory=dict)
+    others: list[Answer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,20 @@ class Answers:
     answered: dict[str, Answer]
     failed: tuple[str, ...] = ()
 
+    def each(self) -> Answers:
+        """Return all answers by their own ids: a record may have several."""
+        others = {other.id: other for answer in self.answered.values() for other in answer.others}
+        return Answers(others | self.answered, self.failed)
+
 
 def fingerprints(path: Path) -> dict[str, str]:
-    """Return a hash of each answer's tokens by record id, from an output written with details."""
+    """Return a hash of each record's tokens, of all its answers, by id, from an output written with details."""
     answers = read_answers(path).answered
-    return {name: sha256(dumps(answer.token_ids)).hexdigest()[:16] for name, answer in answers.items()}
+    tokens = {
+        name: [answer.token_ids, *(other.token_ids for other in answer.others)] if answer.others else answer.token_ids
+        for name, answer in answers.items()
+    }
+    return {name: sha256(dumps(ids)).hexdigest()[:16] for name, ids in tokens.items()}
 
 
 def read_answers(path: Path) -> Answers:

@@ -181,7 +181,7 @@ class NativeFormat:
             found = [to_logprobs(each, runner.tokenizer) for each in answers]
             line["logprobs"] = found if len(answers) > 1 else found[0]
         if details:
-            line |= token_details(flight, first)
+            line |= token_details(flight, answers)
         return line | {
             "metadata": flight.record.metadata,
             "fingerprint": flight.fingerprint,
@@ -354,10 +354,13 @@ def _settled(text: str, stop: Sequence[str]) -> str:
     return text[: len(text) - max(begun, default=0)]
 
 
-def token_details(flight: RecordInFlight, outcome: Generation) -> dict[str, Any]:
-    """Return what audit and report need besides the answer: tokens, their origins, prompt, sampling and passages."""
-    kept = flight.prompt.kept
-    return {
+def token_details(flight: RecordInFlight, answers: Sequence[Generation]) -> dict[str, Any]:
+    """Return what audit and report need besides the answer: tokens, their origins, prompt, sampling and passages.
+
+    All this is of the first answer; `others` has what the audit needs of the others, named as their requests were.
+    """
+    kept, (outcome, *others) = flight.prompt.kept, distinct_answers(answers)
+    details = {
         "token_ids": outcome.token_ids,
         "guessed": list(outcome.guessed),
         "copied_tokens": [[run.start, run.end, kept[run.passage].id] for run in outcome.copied],
@@ -368,6 +371,20 @@ def token_details(flight: RecordInFlight, outcome: Generation) -> dict[str, Any]
         "question": flight.record.query,
         "passages": [{"id": passage.id, "text": passage.text} for passage in kept],
     }
+    if others:
+        per_prompt = 1 if flight.sampling.temperature == 0 else flight.n
+        details["others"] = [
+            {
+                "id": f"{flight.record.id}#{position}",
+                "token_ids": other.token_ids,
+                "prompt_token_ids": flight.prompts[position // per_prompt].token_ids,
+                "sampling": details["sampling"],
+                "grammar": flight.whole_grammar(flight.prompts[position // per_prompt]),
+                "token_logprobs": [found.logprob for found in other.logprobs],
+            }
+            for position, other in enumerate(others, 1)
+        ]
+    return details
 
 
 def copied_spans(

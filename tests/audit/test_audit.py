@@ -10,7 +10,7 @@ import torch
 
 from ragspec.audit.lossless import SAFETY, Audit, compare_bits, divergences, judge
 from ragspec.audit.referee import ModelReferee, Target, check_same_answers, sample, stock_config
-from ragspec.benchmark.passes import Answer, Answers, read_answers
+from ragspec.benchmark.passes import Answer, Answers, fingerprints, read_answers
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.records import Request, Sampling
@@ -322,7 +322,42 @@ def test_sampled_records_of_a_draft_model_are_left_out_and_said_so(tiny, tiny_dr
     done, audit, _ = verify_with("", config_of(tiny, tmp_path, input=source, speculation=speculation), tmp_path)
     assert done.returncode == 0, done.stderr
     assert (audit["records"], audit["reference"]["records"]) == (1, ["cold"])
-    assert "1 sampled records: with draft_model they have the same distribution" in audit["not_compared"][0]
+    assert "1 sampled answers: with draft_model they have the same distribution" in audit["not_compared"][0]
+
+
+def test_all_answers_of_a_record_are_compared(tiny, tmp_path):
+    several = {"custom_id": "a", "body": {"prompt": "A kiln is", "max_tokens": 6, "temperature": 1.0, "n": 3}}
+    prompts = {"custom_id": "b", "body": {"prompt": ["A kiln is", "A lamp was"], "max_tokens": 6, "n": 2}}
+    source = write_jsonl(tmp_path / "in.jsonl", [several, prompts])
+    done, audit, against = verify_with("", config_of(tiny, tmp_path, input=source), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "prompt_lookup against none: 5 of 5 answers are identical" in done.stderr
+    assert sorted(audit["reference"]["records"]) == ["a", "a#1", "a#2", "b", "b#1"]
+    assert against["prompt_lookup"]["identical"] + len(against["prompt_lookup"]["ties"]) == 5
+
+
+def test_another_second_answer_is_another_answer(tmp_path):
+    def run(*others):
+        first = {"id": "a", "token_ids": [1], "prompt_token_ids": [3], "sampling": asdict(GREEDY)}
+        line = first | {"others": [first | {"id": f"a#{at}", "token_ids": ids} for at, ids in enumerate(others, 1)]}
+        path = Path(write_jsonl(tmp_path / "one.jsonl", [line]))
+        return fingerprints(path), read_answers(path).each()
+
+    (one, plain), (two, other) = run([1, 2], [3]), run([1, 9], [3])
+    audit = Audit()
+    assert [parting.id for parting in divergences(plain, other, audit)] == ["a#1"]
+    assert audit.identical == 2
+    assert one["a"] != two["a"]
+
+
+@pytest.mark.wide
+def test_a_check_that_compares_nothing_fails(tiny, tiny_draft, tmp_path):
+    source = write_jsonl(tmp_path / "in.jsonl", [{"custom_id": "a", "body": {"prompt": "A", "temperature": 1.0}}])
+    speculation = {"method": "draft_model", "draft_model": str(tiny_draft), "num_tokens": 3}
+    done, audit, _ = verify_with("", config_of(tiny, tmp_path, input=source, speculation=speculation), tmp_path)
+    assert audit["records"] == 0
+    assert "no answer could be compared" in done.stderr
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize(
