@@ -68,6 +68,7 @@ def retrieve(
             measure(settings, where, output, limit)
             return
         passed = stream(settings, where, output, limit)
+    print_notes(console, passed.notes)
     if passed.untouched:
         note = f"{passed.untouched:,} lines have contexts or no query: passed on unchanged"
         console.print(f"note: {note}", markup=False)

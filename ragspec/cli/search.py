@@ -26,7 +26,7 @@ def search(
     import sys
 
     from ragspec.cli.answer_view import print_passage, stdout
-    from ragspec.cli.tables import stderr, waiting
+    from ragspec.cli.tables import print_notes, stderr, waiting
     from ragspec.config.redaction import Redactor
     from ragspec.errors import ConfigError
     from ragspec.json_text import dumps
@@ -42,7 +42,9 @@ def search(
         with waiting(console, "searching"):
             from ragspec.retrieval.search import Retriever
 
-            (hits,) = Retriever(settings).search([words])
+            retriever = Retriever(settings)
+            (hits,) = retriever.search([words])
+        print_notes(console, retriever.notes())
         out = stdout()
         for number, hit in enumerate(hits, 1):
             if json:

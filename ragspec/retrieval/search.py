@@ -13,7 +13,7 @@ from ragspec.errors import ConfigError
 from ragspec.inputs.base import InputRow
 from ragspec.records import Passage
 from ragspec.retrieval.embedding import Embedder, Reranker
-from ragspec.retrieval.index import Index, searched
+from ragspec.retrieval.index import FORMAT, Index, searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,16 @@ class Retriever:
             )
         self._embedder = Embedder(built_with) if built_with and self.mode != "bm25" else None
         self._reranker = Reranker(config.reranker_model) if config.reranker_model else None
+
+    def notes(self) -> list[str]:
+        """Return notes for the user about the index."""
+        built = self.index.settings
+        if built.format >= FORMAT or built.language == "none" or self.mode == "dense":
+            return []
+        return [
+            f"{self._config.index}: built by an earlier version, whose keyword search does not find words such as "
+            '"war", "cat" or "sea"; run `ragspec index` again'
+        ]
 
     def search(self, queries: Sequence[str], top_k: int | None = None) -> list[list[Hit]]:
         """Return the best `top_k` passages of each query, in the config's order. top_k: the config's by default."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -28,11 +28,12 @@ from ragspec.retrieval.stage import Stage
 
 @dataclass(slots=True)
 class RetrieveCounts:
-    """Lines by outcome."""
+    """Lines by outcome, and notes for the user."""
 
     searched: int = 0
     untouched: int = 0
     failed: int = 0
+    notes: list[str] = field(default_factory=list)
 
 
 def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> RetrieveCounts:
@@ -42,7 +43,9 @@ def stream(config: RetrievalConfig, source: InputConfig | str, output: str, limi
     columns = Columns(source.columns.given) if isinstance(source, InputConfig) else ALL
     with _opened(source) as lines:
         ids = RecordIds(lines)
-        stage = Stage(Retriever(config), query_of, with_hits)
+        retriever = Retriever(config)
+        counts.notes += retriever.notes()
+        stage = Stage(retriever, query_of, with_hits)
         with Journal(output, resume=False) as journal, closing(stage.fill(Feed(lines, limit))) as filled:
             for index, line in enumerate(filled):
                 if isinstance(line.value, RecordError):

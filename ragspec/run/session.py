@@ -69,6 +69,7 @@ class Session:
         """Return the notes for the user so far, with secrets hidden."""
         own = [self.choice.why] if self.choice.why else []
         own += _unescaped(self.config.sampling.stop)
+        own += self.retriever.notes() if self.retriever else []
         return [*dict.fromkeys(map(self.config.redactor(), [*own, *self.runner.notes])), *self.prompts.notes]
 
     def about(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ from ragspec.inputs.base import InputRow
 from ragspec.retrieval import corpus
 from ragspec.retrieval import corpus as chunks
 from ragspec.retrieval.build import build
+from ragspec.retrieval.index import Settings
 from ragspec.retrieval.search import Retriever, evaluate
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.run.generate import generate as run
@@ -70,6 +72,17 @@ def test_words_that_are_stop_words_of_other_languages_are_found(tmp_path, langua
     built(tmp_path, [{"id": word, "text": f"Document {word}."} for word in words], language=language)
     retriever = Retriever(config(tmp_path))
     assert [ids(hits) for hits in retriever.search(words)] == [[word] for word in words]
+
+
+@pytest.mark.parametrize(("built_as", "warns"), [(1, True), (2, False)])
+def test_an_index_whose_keyword_search_misses_words_is_named(tmp_path, monkeypatch, built_as, warns):
+    monkeypatch.setattr("ragspec.retrieval.build.Settings", partial(Settings, format=built_as))
+    built(tmp_path)
+    assert [note.split(":")[0] for note in Retriever(config(tmp_path)).notes()] == [str(config(tmp_path).index)] * warns
+    write_jsonl(tmp_path / "queries.jsonl", [{"query": "lamp"}])
+    counts = stream(config(tmp_path), str(tmp_path / "queries.jsonl"), str(tmp_path / "out.jsonl"))
+    assert counts.searched == 1
+    assert ["run `ragspec index` again" in note for note in counts.notes] == [True] * warns
 
 
 def test_stop_words_of_english_are_not_searched(tmp_path):
