@@ -203,13 +203,21 @@ def killed_while(folder, records, chance):
     run = subprocess.Popen([sys.executable, "-m", "ragspec", *map(str, command)], cwd=ROOT, env={**os.environ})
     if chance is not None:
         spool = folder / "answers.lance.lines.jsonl"
-        begin = spool.stat().st_size if spool.exists() else 0
-        while run.poll() is None and not (spool.exists() and spool.stat().st_size > begin):
+        begin = size_of(spool)
+        while run.poll() is None and size_of(spool) <= begin:
             time.sleep(0.01)
         time.sleep(chance.uniform(0.0, 0.002 * 1.6 * 150))
         if run.poll() is None:
             run.send_signal(signal.SIGKILL)
     return run.wait(120)
+
+
+def size_of(path):
+    """Return the bytes of a file that another process may remove at any time."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def check(folder, records, *, whole=False):
