@@ -58,10 +58,7 @@ class Answers:
 def fingerprints(path: Path) -> dict[str, str]:
     """Return a hash of each record's tokens, of all its answers, by id, from an output written with details."""
     answers = read_answers(path).answered
-    tokens = {
-        name: [answer.token_ids, *(other.token_ids for other in answer.others)] if answer.others else answer.token_ids
-        for name, answer in answers.items()
-    }
+    tokens = {name: [each.token_ids for each in (answer, *answer.others)] for name, answer in answers.items()}
     return {name: sha256(dumps(ids)).hexdigest()[:16] for name, ids in tokens.items()}
 
 

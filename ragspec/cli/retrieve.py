@@ -65,7 +65,7 @@ def retrieve(
     print_notes(console, read_as)
     with quiet_pipe(), Redactor(settings.model_dump()).over_errors():
         if evaluate:
-            measure(settings, where, output, limit)
+            print_notes(console, measure(settings, where, output, limit))
             return
         passed = stream(settings, where, output, limit)
     print_notes(console, passed.notes)

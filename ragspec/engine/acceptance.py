@@ -75,7 +75,7 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
     return [(item, chosen[at] if item.writes else []) for item, at in zip(work, starts, strict=True)]
 
 
-def _accept_best(work: Sequence[ScheduledRequest], best: Sequence[int]) -> StepOutput:
+def _accept_best(work: Sequence[ScheduledRequest], best: list[int]) -> StepOutput:
     """Return the best tokens of each request as far as its draft agrees; between steps, so without a call for each."""
     output: StepOutput = []
     at = 0
@@ -86,7 +86,7 @@ def _accept_best(work: Sequence[ScheduledRequest], best: Sequence[int]) -> StepO
         guesses, count = item.draft.token_ids, 1
         if guesses:
             count += agreement(guesses, best[at : at + len(guesses)])
-        output.append((item, list(best[at : at + count])))
+        output.append((item, best[at : at + count]))
         at += 1 + len(guesses)
     return output
 

@@ -101,10 +101,15 @@ def _with_contexts(row: InputRow, columns: Columns) -> bytes | None:
     return raw.removesuffix(b"}").rstrip() + b',"contexts":' + contexts + b"}"
 
 
-def measure(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> None:
-    """Write one object: how well the index retrieves for the lines of `source`, whose relevant documents are known."""
+def measure(config: RetrievalConfig, source: InputConfig | str, output: str, limit: int | None = None) -> list[str]:
+    """Write one object: how well the index retrieves for the lines of `source`, whose relevant documents are known.
+
+    Return notes for the user.
+    """
     _check_output(output)
     with _opened(source) as lines:
-        result = evaluate(islice(lines, limit), Retriever(config))
+        retriever = Retriever(config)
+        result = evaluate(islice(lines, limit), retriever)
     with Journal(output, resume=False) as journal:
         journal.put(0, result)
+    return retriever.notes()

@@ -21,7 +21,7 @@ from ragspec.retrieval.index import Settings
 from ragspec.retrieval.search import Retriever, evaluate
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
 from ragspec.run.generate import generate as run
-from ragspec.run.retrieve import query_of, stream, with_hits
+from ragspec.run.retrieve import measure, query_of, stream, with_hits
 from tests.cli.test_cli import start_interruptible
 from tests.conftest import ROOT, SAMPLE, read_jsonl, wide, write_jsonl
 from tests.retrieval.test_corpus import pdf_bytes
@@ -83,6 +83,8 @@ def test_an_index_whose_keyword_search_misses_words_is_named(tmp_path, monkeypat
     counts = stream(config(tmp_path), str(tmp_path / "queries.jsonl"), str(tmp_path / "out.jsonl"))
     assert counts.searched == 1
     assert ["run `ragspec index` again" in note for note in counts.notes] == [True] * warns
+    known = write_jsonl(tmp_path / "known.jsonl", [{"query": "lamp", "gold_doc_ids": ["lamp"]}])
+    assert measure(config(tmp_path), str(known), str(tmp_path / "figures.jsonl")) == counts.notes
 
 
 def test_stop_words_of_english_are_not_searched(tmp_path):
