@@ -36,7 +36,8 @@ def index(
         int | None, typer.Option(metavar="N", help="Maximum passage length, in tokens (512).")
     ] = None,
     chunk_overlap: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens that adjacent passages may share (64).")
+        int | None,
+        typer.Option(metavar="N", help="Tokens that adjacent passages may share (64; at most half)."),
     ] = None,
     embedding_model: Annotated[
         str | None,

@@ -337,7 +337,8 @@ def _check_method(spec: SpeculationConfig) -> None:
 
 
 def _check_retrieval(retrieval: RetrievalConfig) -> None:
-    if retrieval.chunk_overlap > retrieval.chunk_size // 2:
+    # the default gives way
+    if "chunk_overlap" in retrieval.model_fields_set and retrieval.chunk_overlap > retrieval.chunk_size // 2:
         raise ConfigError(
             f"retrieval.chunk_overlap: {retrieval.chunk_overlap} exceeds half of chunk_size ({retrieval.chunk_size})"
         )

@@ -284,7 +284,7 @@ class RetrievalConfig(Section):
     chunk_size: Annotated[int, Field(ge=16)] = 512
     """Tokens per passage, title included; limited to what the embedding model reads."""
     chunk_overlap: Annotated[int, Field(ge=0)] = 64
-    """Tokens that adjacent passages may share."""
+    """Tokens that adjacent passages may share; the default is at most half of `chunk_size`."""
     embedding_model: Address | None = None
     """A sentence-transformers model: hub id, folder, or `demo`. Without one, search is by keyword only."""
     tokenizer: Address | None = None

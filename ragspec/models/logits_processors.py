@@ -163,11 +163,19 @@ SERVED = (
 )  # fmt: skip
 # keys that only generate() itself implements
 STOCK_ONLY = (
-    "num_beams", "num_beam_groups", "num_return_sequences", "penalty_alpha", "dola_layers", "diversity_penalty",
-    "constraints", "force_words_ids", "guidance_scale", "token_healing", "watermarking_config", "stop_strings",
-    "max_time", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "cache_implementation", "use_mtp",
+    "token_healing", "num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "diversity_penalty",
+    "constraints", "force_words_ids", "guidance_scale", "watermarking_config", "stop_strings", "max_time",
+    "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "cache_implementation", "use_mtp",
 )  # fmt: skip
-NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, 0.0, 1.0, "hybrid", "dynamic", [], {})
+# values that ask for nothing, beside None, False and empty ones; of other keys, 0 and 1 are tokens, say
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("penalty_alpha", "diversity_penalty", "epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(
+        ("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "typical_p"), (1,)
+    ),
+    "cache_implementation": ("dynamic", "hybrid"),
+}
 # processors that depend only on the current logits, as biases of single tokens do
 BY_LOGITS = {
     "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
@@ -186,7 +194,12 @@ def asked_beyond_sampling(path: str, revision: str | None = None) -> list[str]:
     except OSError:
         return []  # no such file
     known = {*SERVED, *STOCK_ONLY} - {"eos_token_id", "pad_token_id", "bos_token_id"}
-    return sorted(key for key in known if own.get(key) not in NEUTRAL)
+    return sorted(key for key in known if _asks(key, own.get(key)))
+
+
+def _asks(key: str, value: Any) -> bool:
+    """Return whether a value of a key of generation_config changes anything."""
+    return value is not None and value is not False and value not in ([], {}, *NEUTRAL.get(key, ()))
 
 
 class GenerationRules:
@@ -207,6 +220,7 @@ class GenerationRules:
         config = copy.deepcopy(self._model.generation_config)
         config.max_length = None
         config.max_new_tokens = sampling.max_new_tokens
+        config.num_return_sequences = 1  # a record has one answer
         # None would mean the model's own: an id beyond the vocabulary stands for no end token
         none = [width_of(self._model.config)] if self._eos else None
         config.eos_token_id = sorted(sampling.ends(self._eos)) or none
@@ -278,7 +292,7 @@ class GenerationRules:
     def only_stock(self) -> str:
         """Return a key of the model's generation_config that only generate() supports, "" without one."""
         own = self._model.generation_config.to_dict() | self._given
-        return next((key for key in STOCK_ONLY if own.get(key) not in NEUTRAL), "")
+        return next((key for key in STOCK_ONLY if _asks(key, own.get(key))), "")
 
     def overridden(self, sampling: Sampling) -> str:
         """Return in words how the model's own sampling differs from the config's, "" if it does not."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +28,8 @@ SETTINGS = b"ragspec"
 FORMAT = 2  # 1: searches missed the stop words of all languages
 # partitions of the vector index per search; with LanceDB's 20, half of the nearest of 300,000 rows are missed
 PROBES = 64
+RRF_K = 60  # as in the paper and in LanceDB
+MOST_TIES = 10_000  # of more passages that match equally well, the choice is LanceDB's
 COLUMNS = ["id", "document", "title", "text"]
 
 
@@ -79,33 +82,37 @@ class Index:
         from lancedb.query import MatchQuery
 
         search = self._table.search(MatchQuery(query, "text"), query_type="fts")
-        return self._rows(search, "_score", count)
+        return self._rows(search, "_score", count, descending=True)
 
     def near(self, vector: Any, count: int) -> list[dict[str, Any]]:
         """Return the `count` rows whose vectors are nearest; `score` is the cosine."""
         search = self._table.search(vector, vector_column_name="vector").distance_type("dot").nprobes(PROBES)
-        rows = self._rows(search, "_distance", count)
+        rows = self._rows(search, "_distance", count, descending=False)
         return [row | {"score": 1.0 - row["score"]} for row in rows]
 
     def fused(self, query: str, vector: Any, count: int) -> list[dict[str, Any]]:
-        """Return the best `count` of both searches combined by reciprocal rank fusion."""
-        from lancedb.query import MatchQuery
-        from lancedb.rerankers import RRFReranker
+        """Return the best `count` of both searches combined by reciprocal rank fusion (Cormack et al. 2009)."""
+        found: dict[str, dict[str, Any]] = {}
+        scores: defaultdict[str, float] = defaultdict(float)
+        for rows in (self.near(vector, count), self.match(query, count)):
+            for rank, row in enumerate(rows, start=1):
+                found[row["id"]] = row
+                scores[row["id"]] += 1 / (RRF_K + rank)
+        best = sorted(scores, key=lambda one: (-scores[one], one))[:count]
+        return [found[one] | {"score": scores[one]} for one in best]
 
-        search = self._table.search(query_type="hybrid", vector_column_name="vector", fts_columns="text")
-        search = (
-            search.vector(vector)
-            .text(MatchQuery(query, "text"))
-            .distance_type("dot")
-            .nprobes(PROBES)
-            .rerank(RRFReranker())
-        )
+    def _rows(self, search: Any, score: str, count: int, *, descending: bool) -> list[dict[str, Any]]:
+        """Return the `count` best rows of a search; equal ones by id, as LanceDB returns them in no fixed order."""
+        sign = -1 if descending else 1
         with failing(self.uri, "searched"):
-            return [_row(row, "_relevance_score") for row in search.select(COLUMNS).limit(count).to_list()]
-
-    def _rows(self, search: Any, score: str, count: int) -> list[dict[str, Any]]:
-        with failing(self.uri, "searched"):
-            return [_row(row, score) for row in search.select([*COLUMNS, score]).limit(count).to_list()]
+            search = search.select([*COLUMNS, score])
+            limit = count + 1
+            rows = search.limit(limit).to_list()
+            while len(rows) == limit < MOST_TIES and rows[count - 1][score] == rows[-1][score]:
+                limit = min(4 * limit, MOST_TIES)
+                rows = search.limit(limit).to_list()
+        rows.sort(key=lambda row: (sign * row[score], row["id"]))
+        return [_row(row, score) for row in rows[:count]]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.config.run import to_sampling
+from ragspec.errors import ModelError
 from ragspec.models.logits_processors import asked_beyond_sampling
 from ragspec.records import Request
 from ragspec.runners.huggingface import runner as huggingface
@@ -44,18 +45,19 @@ def asking(tiny, tmp_path_factory):
     return make
 
 
-def answered(folder, method="none", sampling=None, **runner_args):
+def answered(folder, method="none", sampling=None, draft=None, **runner_args):
     config = build_config(
         {
             "model": folder,
             "sampling": {"max_new_tokens": NEW, **(sampling or {})},
-            "speculation": {"method": method},
+            "speculation": {"method": method} | ({"draft_model": draft} if draft else {}),
             "runner_args": {"batch_size": 3, **runner_args},
         }
     )
     runner = huggingface.Runner(config)
     runner.check()
     with runner:
+        runner.warm_up()
         requests = [
             Request(i, f"r{i}", runner.tokenizer.encode(r["query"], special_tokens=True), to_sampling(config.sampling))
             for i, r in enumerate(read_jsonl(SAMPLE)[:7])
@@ -130,6 +132,67 @@ def test_what_only_generate_does_is_handed_to_it_and_said(asking, asked):
     assert any(note.startswith("stock generate() answers") and f"generation_config.{key}" in note for note in notes)
 
 
+def generated(folder):
+    """Return what generate() itself answers, without ragspec."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = {}
+    for index, record in enumerate(read_jsonl(SAMPLE)[:7]):
+        prompt = tokenizer(record["query"], return_tensors="pt")
+        settings = {"max_new_tokens": NEW, "do_sample": False, "tokenizer": tokenizer}
+        output = model.generate(**prompt, **settings, return_dict_in_generate=False)
+        found[index] = output[0, prompt["input_ids"].shape[1] :].tolist()
+    return found
+
+
+ONLY_GENERATE: list[dict] = [
+    {"encoder_no_repeat_ngram_size": 1},
+    {"guidance_scale": 1.5},
+    {"guidance_scale": 0},
+    {"encoder_repetition_penalty": 1.9},
+]
+HARMLESS: list[dict] = [
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+    {"output_scores": True, "output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True},
+    {"num_return_sequences": 2, "do_sample": True},
+]
+
+
+@pytest.mark.parametrize("method", ["none", "prompt_lookup"])
+@pytest.mark.parametrize("asked", ONLY_GENERATE, ids=repr)
+def test_what_only_generate_does_it_does_under_every_method(asking, tiny, asked, method):
+    folder = asking(**asked)
+    outcomes, engine, _ = answered(folder, method)
+    assert engine == "transformers"
+    assert ids(outcomes) == generated(folder)
+    assert ids(outcomes) != generated(tiny)
+
+
+@pytest.mark.parametrize("method", ["none", "prompt_lookup", "draft_model"])
+@pytest.mark.parametrize("asked", HARMLESS, ids=repr)
+def test_settings_of_how_generate_works_change_no_answer(asking, tiny, tiny_draft, asked, method, tmp_path):
+    draft = shutil.copytree(tiny_draft, tmp_path / "draft")
+    (draft / "generation_config.json").write_text(json.dumps(asked))
+    drafts = {"draft": str(draft)} if method == "draft_model" else {}
+    assert ids(answered(asking(**asked), method, engine="transformers", **drafts)[0]) == generated(tiny)
+
+
+@pytest.mark.parametrize("method", ["none", "prompt_lookup"])
+def test_a_setting_that_generate_rejects_ends_the_run_in_one_line(asking, method):
+    with pytest.raises(ModelError, match=r"rejects the model's generation_config: .*Dola") as error:
+        answered(asking(dola_layers="high"), method)
+    assert "\n" not in str(error.value)
+
+
+def test_a_setting_that_rewrites_prompts_ends_the_run(asking, tiny):
+    folder = asking(token_healing=True)
+    with pytest.raises(ModelError, match=r"generation_config\.token_healing"):
+        answered(folder)
+    assert ids(answered(folder, generate_args={"token_healing": False})[0]) == generated(tiny)
+
+
 def test_the_sampling_section_wins_over_the_models_own_and_the_run_says_so(asking, tiny):
     folder = asking(do_sample=True, temperature=0.6, top_p=0.5, top_k=3, repetition_penalty=1.4)
     expected, _, _ = answered(tiny)
@@ -162,4 +225,5 @@ def test_what_a_model_asks_for_beyond_sampling_is_found_in_its_folder(asking, ti
     assert asked_beyond_sampling(tiny) == []
     folder = asking(do_sample=True, temperature=0.6, no_repeat_ngram_size=2, num_beams=3, typical_p=1.0)
     assert asked_beyond_sampling(folder) == ["no_repeat_ngram_size", "num_beams"]
+    assert asked_beyond_sampling(asking(forced_bos_token_id=1, min_length=0)) == ["forced_bos_token_id"]
     assert asked_beyond_sampling(str(tmp_path)) == []

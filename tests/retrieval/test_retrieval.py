@@ -387,6 +387,15 @@ def test_dense_search_needs_vectors(tmp_path):
         Retriever(config(tmp_path, embedding_model="demo"))
 
 
+def test_small_passages_need_no_overlap_of_their_own(tmp_path):
+    long = {"id": "book", "text": " ".join(f"Sentence {n} speaks of wind and rain." for n in range(200))}
+    done = command(
+        "index", "--corpus", write_jsonl(tmp_path / "d.jsonl", [long]), "--output", tmp_path / "i", "--chunk-size", 20
+    )
+    assert done.returncode == 0, done.stderr
+    assert Retriever(RetrievalConfig(index=str(tmp_path / "i"))).index.settings.chunk_overlap == 10
+
+
 def test_a_reranker_orders_by_its_own_scores(tmp_path):
     import torch
     from sentence_transformers import CrossEncoder
@@ -412,6 +421,19 @@ def test_a_reranker_orders_by_its_own_scores(tmp_path):
     assert ids(best.search(["water lamp owls mice"])[0]) == expected[:1]  # of all candidates, not of the best one
     with pytest.raises(ConfigError, match="no such folder"):
         Retriever(config(tmp_path, reranker_model="./nowhere"))
+
+
+@pytest.mark.parametrize("mode", ["bm25", pytest.param("hybrid", marks=pytest.mark.wide)])
+def test_passages_that_match_equally_are_chosen_by_id_however_the_index_was_built(tmp_path, mode):
+    """LanceDB returns equal ones in the order in which its threads found them."""
+    model = {} if mode == "bm25" else {"embedding_model": "demo", "chunk_size": 254}
+    docs = [{"id": f"{n:03}", "text": "The ferry leaves at noon."} for n in range(360)]
+    for end in range(60, 361, 60):  # one part of the index each
+        built(tmp_path, docs[:end], **model)
+    best = [f"{n:03}" for n in range(5)]
+    for _ in range(6):
+        retriever = Retriever(config(tmp_path, mode=mode, top_k=5))
+        assert [ids(hits) for hits in retriever.search(["ferry at noon", "ferry"])] == [best, best]
 
 
 def test_canonical_order_is_that_of_ids(tmp_path):
@@ -711,8 +733,8 @@ def test_commands_without_an_index_or_a_corpus_say_so(tmp_path):
         (["index", "--output", tmp_path / "idx"], "--corpus: missing"),
         (["index", "--corpus", tmp_path / "no", "--output", tmp_path / "idx"], "no such file or folder"),
         (
-            ["index", "--corpus", SAMPLE, "--output", tmp_path / "idx", "--chunk-size", 20],
-            "chunk_overlap: 64 exceeds half",
+            ["index", "--corpus", SAMPLE, "--output", tmp_path / "idx", "--chunk-size", 20, "--chunk-overlap", 11],
+            "chunk_overlap: 11 exceeds half",
         ),
         (
             ["index", "--corpus", DOCUMENTS, "--output", tmp_path / "idx", "--language", "Klingon"],

@@ -200,6 +200,7 @@ def _fit_to_target(candidates: Any, logits: Any, length: int, width: int) -> tup
 
 # -- arguments of generate() -----------------------------------------------------------------------
 LOOKUP_TOKENS = 10  # transformers' own default
+QUANTIZED = "quantized"  # a cache_implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,10 @@ class Assistance:
         self._width = width_of(target.config)
         self._sampling_draft: Any = None  # a copy, since universal speculative sampling rewrites the draft's embeddings
         if spec.method != "none":
+            for model in (target, spec.draft_model):
+                # generate() takes what its config leaves open from the model's own
+                if model is not None and model.generation_config.cache_implementation != QUANTIZED:
+                    _with_growing_cache(model.generation_config)
             self._set_knobs((spec.draft_model if spec.draft else target).generation_config)
 
     def _set_knobs(self, knobs: Any) -> None:
@@ -243,9 +248,21 @@ class Assistance:
         for name, value in spec.knobs.items():
             setattr(knobs, name, value)
 
-    def no_drafts_reason(self, sampling: Sampling, *, shaped: bool) -> str:
-        """Return why these settings rule out drafts, or "". shaped: whether the answer has a grammar."""
+    def no_drafts_reason(self, sampling: Sampling, config: Any, *, shaped: bool) -> str:
+        """Return why these settings rule out drafts, or "".
+
+        config: the answer's generation config. shaped: whether the answer has a grammar.
+        """
         draft = self._spec.draft
+        if self._spec.method == "none":
+            return ""
+        if config.guidance_scale not in (None, 1):
+            # transformers 5.19 keeps a cache for it that no rejected draft leaves, and reads one token a step
+            return "guidance_scale: stock generate() would compute other scores with drafts"
+        if config.dola_layers is not None:
+            return "dola_layers: stock generate() would ignore it with drafts"
+        if config.cache_implementation == QUANTIZED:
+            return "cache_implementation: stock generate() cannot take a draft back from a quantized cache"
         if shaped and draft is not None and draft.other_tokens:
             return "structured: stock generate() would hold the draft model's own tokens to the grammar"
         if draft is None or not sampling.logit_bias:
@@ -257,6 +274,9 @@ class Assistance:
 
     def configure(self, config: Any) -> None:
         """Enable drafts in a generation config."""
+        if self._spec.method == "none":
+            return
+        _with_growing_cache(config)
         if self._spec.method == "prompt_lookup":
             config.prompt_lookup_num_tokens = self._spec.num_tokens or LOOKUP_TOKENS
             config.max_matching_ngram_size = self._spec.ngram_max
@@ -279,3 +299,12 @@ class Assistance:
             # generate() requires it if sizes differ; AcceptanceMeter decides whether it is used
             given["assistant_tokenizer"] = draft.tokenizer
         return given
+
+
+def _with_growing_cache(config: Any) -> None:
+    """Let a generation config use the default cache: generate() refuses drafts with none and with a fixed size.
+
+    No answer depends on it.
+    """
+    config.use_cache = True
+    config.cache_implementation = None

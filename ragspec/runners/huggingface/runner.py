@@ -126,7 +126,13 @@ class Runner:
                 "overrides it; to use it, set it there"
             )
         why = self._stock_reason()
-        if not why and (key := rules.only_stock()):
+        key = rules.only_stock()
+        if key == "token_healing":
+            raise ModelError(
+                "the model's generation_config.token_healing: it rewrites prompts, which ragspec does not; set "
+                "runner_args.generate_args: {token_healing: false}"
+            )
+        if not why and key:
             why = f"the model's generation_config.{key}"
         if not why:
             why = self._start_engine(model, draft_model)

@@ -73,6 +73,8 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
 # -- backend ---------------------------------------------------------------------------------------
 # errors that a model's own code may raise for a padded prompt
 PADDING_ERRORS = (RuntimeError, IndexError, ValueError)
+# errors that generate() raises for settings of a generation_config that it cannot serve
+REFUSALS = (ValueError, TypeError, AssertionError, ImportError)
 log = logging.getLogger(__name__)
 LEFT_NOTE = "method auto answers greedy records without it from here on"
 PLAIN_IS_FASTER = "method auto: plain decoding is faster here"
@@ -140,7 +142,10 @@ class StockBackend:
         """Generate a few tokens, so that the first record does not pay for lazy initialisation."""
         ids = self._tokenizer.encode("one two three one two three", special_tokens=True)
         sampling = Sampling(max_new_tokens=4, temperature=0.0 if self._greedy_by_default else 1.0)
-        self._call([Request(0, "warm-up", ids, sampling)], [None])
+        try:
+            self._call([Request(0, "warm-up", ids, sampling)], [None])
+        except REFUSALS as error:
+            raise ModelError(f"generate() rejects the model's generation_config: {flat(error, 300)}") from error
         self.clock = StockClock()
         if self._meter is not None:
             self._meter.outgrown = self._meter.unembedded = 0
@@ -155,7 +160,7 @@ class StockBackend:
                 source.put_back(batch[1:])
                 continue
             # padding would change anything that depends on earlier tokens or on the text's length
-            by_text = self._rules.depends_on_prompt(sampling) or self._rules.only_stock()
+            by_text = self._rules.only_stock() or self._rules.depends_on_prompt(sampling)
             alone = bool(self._rotary or by_text) or not self._takes_padding
             rows = 1 if alone else self.batch_size
             alike = list(takewhile(lambda request: request.sampling == sampling, batch))[:rows]  # noqa: B023
@@ -262,7 +267,10 @@ class StockBackend:
         # a sampled answer must not depend on timing
         plain_only = self._stopped_drafting and sampling.temperature == 0
         undrafted = "a comparison" if not drafts else PLAIN_IS_FASTER if plain_only else ""
-        undrafted = undrafted or self._assistance.no_drafts_reason(sampling, shaped=any(matchers))
+        config = self._generation_config(sampling)
+        undrafted = undrafted or self._assistance.no_drafts_reason(sampling, config, shaped=any(matchers))
+        if not undrafted:
+            self._assistance.configure(config)
         processors: list[Any] = [*self._rules.penalties(sampling, width)]
         if any(matchers):
             processors.append(GrammarMasks(matchers, width))
@@ -271,7 +279,7 @@ class StockBackend:
         output = self._model.generate(
             input_ids=torch.tensor(rows, device=device),  # (batch, width), padded on the left
             attention_mask=torch.tensor(masks, device=device),
-            generation_config=self._generation_config(sampling, drafts=not undrafted),
+            generation_config=config,
             logits_processor=LogitsProcessorList(processors),
             stopping_criteria=criteria,
             **{"tokenizer": self._tokenizer.inner, **({} if undrafted else self._assistance.arguments(sampling))},
@@ -304,12 +312,12 @@ class StockBackend:
             )
         return generations
 
-    def _generation_config(self, sampling: Sampling, *, drafts: bool = True) -> Any:
+    def _generation_config(self, sampling: Sampling) -> Any:
         config = self._rules.config(sampling)
         config.return_dict_in_generate = True
         config.output_logits = sampling.logprobs is not None
-        if drafts:
-            self._assistance.configure(config)
+        # nobody reads these, and keeping them of a draft fails (transformers 5.19)
+        config.output_scores = config.output_attentions = config.output_hidden_states = False
         return config
 
     def watched(self, bytes_per_s: float, flops_per_s: float) -> None:
