@@ -353,3 +353,15 @@ def test_what_is_also_read_outside_vllm_is_refused_among_its_own_arguments(key):
     raw = {"model": "m", "runner": "vllm", "input": "x", "output": "y", "runner_args": {"sampling_args": {key: 1}}}
     with pytest.raises(ConfigError, match=f"sampling_args.*belongs in the sampling section: sampling.{key}"):
         build_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("include_stop_str_in_output", True), ("skip_special_tokens", False), ("prompt_logprobs", 3), ("output_kind", 1)],
+)
+def test_sampling_args_that_would_shape_vllms_own_texts_are_refused(key, value):
+    raw = {"model": "m", "runner": "vllm", "input": "x", "output": "y", "runner_args": {"sampling_args": {key: value}}}
+    with pytest.raises(ConfigError, match=f"sampling_args.*{key}: has no effect here"):
+        build_config(raw)
+    raw["runner_args"] = {"sampling_args": {"include_stop_str_in_output": False, "skip_special_tokens": True}}
+    build_config(raw)

@@ -12,6 +12,17 @@ from ragspec.runners.base import RunnerArgs
 # of SamplingParams: what seeds, the number of answers, their texts and logprobs depend on outside vLLM, too
 OF_SAMPLING = ("temperature", "seed", "n", "stop", "logprobs")
 
+# of SamplingParams: what shapes the outputs that ragspec makes itself from tokens, and the only value it works with
+OF_OUTPUTS = {
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "flat_logprobs": False,
+    "prompt_logprobs": None,
+    "output_kind": None,
+}
+
 
 class Args(RunnerArgs):
     """`runner_args` of the vLLM runner: any argument of `LLM(...)`, and these."""
@@ -39,6 +50,9 @@ class Args(RunnerArgs):
         for key in OF_SAMPLING:
             if key in value:
                 raise ValueError(f"{key} belongs in the sampling section: sampling.{key}")
+        for key, only in OF_OUTPUTS.items():
+            if value.get(key, only) != only:
+                raise ValueError(f"{key}: has no effect here, as ragspec makes texts from tokens itself; remove it")
         return value
 
     def neutral_keys(self) -> set[str]:
