@@ -77,6 +77,16 @@ class Index:
         built = next(v["timestamp"] for v in self._table.list_versions() if v["version"] == version)
         return {"version": version, "built": built.astimezone(UTC).isoformat(), "rows": self.rows}
 
+    @property
+    def outdated(self) -> str:
+        """Return a note for the user if the index's keyword search misses words, "" if not."""
+        if self.settings.format >= FORMAT or self.settings.language == "none":
+            return ""
+        return (
+            f'{self.uri}: built by an earlier version, whose keyword search does not find words such as "war", "cat" '
+            'or "sea"; run `ragspec index` again'
+        )
+
     def match(self, query: str, count: int) -> list[dict[str, Any]]:
         """Return the `count` best rows by BM25."""
         from lancedb.query import MatchQuery

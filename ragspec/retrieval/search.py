@@ -13,7 +13,7 @@ from ragspec.errors import ConfigError
 from ragspec.inputs.base import InputRow
 from ragspec.records import Passage
 from ragspec.retrieval.embedding import Embedder, Reranker
-from ragspec.retrieval.index import FORMAT, Index, searched
+from ragspec.retrieval.index import Index, searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,7 @@ class Retriever:
 
     def notes(self) -> list[str]:
         """Return notes for the user about the index."""
-        built = self.index.settings
-        if built.format >= FORMAT or built.language == "none" or self.mode == "dense":
-            return []
-        return [
-            f"{self._config.index}: built by an earlier version, whose keyword search does not find words such as "
-            '"war", "cat" or "sea"; run `ragspec index` again'
-        ]
+        return [self.index.outdated] if self.index.outdated and self.mode != "dense" else []
 
     def search(self, queries: Sequence[str], top_k: int | None = None) -> list[list[Hit]]:
         """Return the best `top_k` passages of each query, in the config's order. top_k: the config's by default."""

@@ -186,7 +186,7 @@ def _examine(config: RunConfig, notes: list[str]) -> Iterator[Finding]:
         for note in runner.notes:
             yield Finding("note", note)
         if config.retrieval:
-            yield _examine_index(config.retrieval)
+            yield from _examine_index(config.retrieval)
         yield Finding("ok", runner.outlook())
         if config.scale is not None:
             yield from _examine_cluster(config, config.scale)
@@ -223,14 +223,16 @@ def _examine_cluster(config: RunConfig, scale: ScaleConfig) -> Iterator[Finding]
                 yield Finding("error", f"{node.host}: {place.problem}")
 
 
-def _examine_index(config: RetrievalConfig) -> Finding:
-    """Return the index's size and embedding model, without loading the model."""
+def _examine_index(config: RetrievalConfig) -> Iterator[Finding]:
+    """Yield the index's size and embedding model, without loading the model, and whether it is outdated."""
     from ragspec.retrieval.index import Index
 
     index = Index(config.index, config.storage_options)
     model = index.settings.embedding_model
     vectors = f"vectors of {model}" if model else "no vectors: keyword search (BM25)"
-    return Finding("ok", f"index {config.index}: {index.rows:,} passages, {vectors}")
+    yield Finding("ok", f"index {config.index}: {index.rows:,} passages, {vectors}")
+    if index.outdated and config.mode != "dense":
+        yield Finding("note", index.outdated)
 
 
 def memory_needs(config: RunConfig) -> tuple[int, int, int] | None:

@@ -20,6 +20,7 @@ from ragspec.retrieval.build import build
 from ragspec.retrieval.index import Settings
 from ragspec.retrieval.search import Retriever, evaluate
 from ragspec.retrieval.stage import AHEAD, BATCH, Stage
+from ragspec.run.doctor import _examine_index
 from ragspec.run.generate import generate as run
 from ragspec.run.retrieve import measure, query_of, stream, with_hits
 from tests.cli.test_cli import start_interruptible
@@ -83,6 +84,8 @@ def test_an_index_whose_keyword_search_misses_words_is_named(tmp_path, monkeypat
     counts = stream(config(tmp_path), str(tmp_path / "queries.jsonl"), str(tmp_path / "out.jsonl"))
     assert counts.searched == 1
     assert ["run `ragspec index` again" in note for note in counts.notes] == [True] * warns
+    examined = [finding.text for finding in _examine_index(config(tmp_path)) if finding.level == "note"]
+    assert examined == counts.notes
     known = write_jsonl(tmp_path / "known.jsonl", [{"query": "lamp", "gold_doc_ids": ["lamp"]}])
     assert measure(config(tmp_path), str(known), str(tmp_path / "figures.jsonl")) == counts.notes
 
