@@ -477,7 +477,8 @@ class RunSummary(Totals):
 
 
 def _bump(counts: list[int], at: int, by: int = 1) -> None:
-    counts.extend([0] * (at + 1 - len(counts)))
+    if at >= len(counts):
+        counts.extend([0] * (at + 1 - len(counts)))
     counts[at] += by
 
 

@@ -83,11 +83,11 @@ def _accept_best(work: Sequence[ScheduledRequest], best: list[int]) -> StepOutpu
         if not item.writes:
             output.append((item, []))
             continue
-        guesses, count = item.draft.token_ids, 1
-        if guesses:
-            count += agreement(guesses, best[at : at + len(guesses)])
-        output.append((item, best[at : at + count]))
-        at += 1 + len(guesses)
+        guesses = item.draft.token_ids
+        end = at + len(guesses)
+        agreed = end if guesses == best[at:end] else at + agreement(guesses, best[at:end])
+        output.append((item, best[at : agreed + 1]))
+        at = end + 1
     return output
 
 

@@ -56,7 +56,7 @@ class BlockSpace:
 
     def make_room_for(self, scheduler: Scheduler, row: RequestState, tokens: int) -> bool:
         """Return whether there are blocks for a row's first `tokens` tokens, if finished requests give theirs up."""
-        while self._cache.missing(row.place, row.computed, tokens) > self._cache.free:
+        while self._cache.missing([(row.place, row.computed, tokens)]) > self._cache.free:
             left = scheduler.forget_oldest()
             if left is None:
                 return False
@@ -64,7 +64,8 @@ class BlockSpace:
         return True
 
     def _missing(self, work: Sequence[ScheduledRequest]) -> int:
-        return sum(self._cache.missing(item.row.place, item.start, item.slots) for item in work)
+        # without a call for each, as it is between steps
+        return self._cache.missing([(item.row.place, item.start, item.start + len(item.token_ids)) for item in work])
 
 
 def _drops(item: ScheduledRequest, alone: bool) -> bool:

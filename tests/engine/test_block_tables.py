@@ -31,7 +31,7 @@ class Stress:
 
     def write(self, row, first, count):
         before = self.references(), list(self.tables.of(row))
-        missing = self.tables.missing(row, first, first + count)
+        missing = self.tables.missing([(row, first, first + count)])
         try:
             copies = self.tables.reserve(row, first, first + count)
         except MemoryError:

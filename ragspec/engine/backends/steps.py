@@ -234,14 +234,10 @@ class PagedSteps:
         written: tuple[torch.Tensor, Sequence[int]] | None = None,
     ) -> StepPart:
         """Launch one step, and a copy of what is wanted of it, which the next step overwrites."""
-        for row in rows:
-            self.cache.reserve_row(row.row, row.start, row.start + row.count)
-        indices = [
-            [row.packed] * (row.packed in asked)
-            if row.count == 1
-            else [i for i in range(row.packed, row.packed + row.count) if i in asked]
-            for row in rows
-        ]
+        self.cache.reserve_rows([(row.row, row.start, row.start + row.count) for row in rows])
+        indices: list[Sequence[int]] = [range(row.packed, row.packed + row.count) for row in rows]
+        if len(asked) < len(token_ids):
+            indices = [[i for i in mine if i in asked] for mine in indices]
         if shape.tokens == 1 or any(len(mine) > 1 for mine, row in zip(indices, rows, strict=True) if not row.beside):
             shape = replace(shape, all_logits=True)
         tables = self.cache.tables([row.row for row in rows])[:, : shape.width]

@@ -15,16 +15,18 @@ Source: Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 Part = tuple[int, int, int]  # row that holds some tokens of a row, first slot, end slot
+Span = tuple[int, int, int]  # row, its token to write first, and the one to end before
 PADDING = 0  # the block that padding is written to; it belongs to no row
 MOST_ROWS = 1 << 20
 ROW_BLOCK = 64  # tokens of a block in a row
+NOTHING = 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,7 @@ class BlockTables:
         self.size = size
         self._pool = pool
         self._tables: list[list[int]] = [[] for _ in range(rows)]
+        self._private = [NOTHING] * rows  # of each row, the first and end of tokens whose blocks are certainly its own
         self.array = np.zeros((rows, 1), dtype=np.int64)
         self.changes = 0
 
@@ -174,6 +177,7 @@ class BlockTables:
             self.drop(row, 0 if row >= rows else len(table) if tokens is None else -(-tokens // self.size))
         kept = self.array[:rows]
         self._tables = self._tables[:rows] + [[] for _ in range(rows - len(self._tables))]
+        self._private = [NOTHING] * rows
         self.array = np.zeros((rows, kept.shape[1]), dtype=np.int64)
         self.array[: len(kept)] = kept
 
@@ -190,6 +194,7 @@ class BlockTables:
         held = self._tables[donor][: whole + (rest > 0)]
         for block in held:
             self._pool.hold(block)
+        self._private[donor] = NOTHING
         self.drop(row)
         for block in held:
             self._append(row, block)
@@ -204,26 +209,25 @@ class BlockTables:
         Raises:
             MemoryError: No block is free.
         """
-        if self.holds(row, first, end):
+        if not self.to_reserve([(row, first, end)]):
             return []
         others, missing = self._to_take(row, first, end)
         self._pool.check(len(others) + len(missing))  # before anything changes
         copies = [copy for at in others for copy in self._own(row, at, first - at * self.size)]
         for index in missing:
             self._append(row, self._pool.take(row, index))
+        self._private[row] = first // self.size * self.size, -(-end // self.size) * self.size
         return copies
 
-    def holds(self, row: int, first: int, end: int) -> bool:
-        """Return whether the tokens are all in one block that is the row's own already, as in most steps."""
-        table, at = self._tables[row], first // self.size
-        return at < len(table) and end <= (at + 1) * self.size and not self._pool.shared(table[at])
+    def to_reserve(self, spans: Iterable[Span]) -> list[Span]:
+        """Return the spans that reserve() may have something to do for: few, as a block serves many steps."""
+        own = self._private
+        return [span for span in spans if span[1] < own[span[0]][0] or span[2] > own[span[0]][1]]
 
-    def missing(self, row: int, first: int, end: int) -> int:
-        """Return how many blocks reserve() would take."""
-        if self.holds(row, first, end):
-            return 0
-        others, missing = self._to_take(row, first, end)
-        return len(others) + len(missing)
+    def missing(self, spans: Iterable[Span]) -> int:
+        """Return how many blocks reserve() would take for spans of different rows."""
+        taken = (self._to_take(*span) for span in self.to_reserve(spans))
+        return sum(len(others) + len(beyond) for others, beyond in taken)
 
     def used(self, rows: Sequence[int]) -> int:
         """Return how many blocks these rows use."""
@@ -233,6 +237,7 @@ class BlockTables:
         """Release all but the first `kept` blocks of a row."""
         table = self._tables[row]
         self.changes += 1
+        self._private[row] = NOTHING
         self.array[row, kept:] = 0
         while len(table) > kept:
             self._pool.release(table.pop())

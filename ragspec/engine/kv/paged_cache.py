@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from ragspec.engine.kv.block_pool import BlockCopy, BlockPool, BlockTables
+from ragspec.engine.kv.block_pool import BlockCopy, BlockPool, BlockTables, Span
 from ragspec.engine.kv.cache import LayerCache, ModelCache
 
 BLOCK = 128  # tokens; the block size of FlexAttention
@@ -70,7 +70,7 @@ class PagedCache(ModelCache):
         same step, with less than was planned.
         """
         tokens = min(tokens, len(self._tables.of(donor)) * self.size)
-        if tokens % self.size and not self.free and (donor != row or self.missing(row, tokens - 1, tokens)):
+        if tokens % self.size and not self.free and (donor != row or self.missing([(row, tokens - 1, tokens)])):
             tokens = tokens // self.size * self.size
         self._copy(self._tables.share(donor, row, tokens))
         return tokens
@@ -82,14 +82,19 @@ class PagedCache(ModelCache):
             self._copy(copies)
         return self._tables.of(row)
 
+    def reserve_rows(self, spans: Iterable[Span]) -> None:
+        """Give each row room of its own for the tokens of its span."""
+        for row, first, end in self._tables.to_reserve(spans):
+            self.reserve_row(row, first, end)
+
     @property
     def free(self) -> int:
         """Number of blocks that no row uses."""
         return self._pool.free
 
-    def missing(self, row: int, first: int, end: int) -> int:
-        """Return how many blocks reserve_row() would take."""
-        return self._tables.missing(row, first, end)
+    def missing(self, spans: Iterable[Span]) -> int:
+        """Return how many blocks reserve_rows() would take for spans of different rows."""
+        return self._tables.missing(spans)
 
     def rows_of(self, slots: int) -> int:
         """Return how many rows of `slots` tokens a fixed pool has blocks for, one at least."""
