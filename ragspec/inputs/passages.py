@@ -43,7 +43,8 @@ SENTENCE = 20  # characters; a field whose texts are shorter on average is not t
 DIGIT = re.compile(r"\d")
 MOST_OBJECTS = 16  # names of objects in passages that are searched at each level
 CLEARLY = 3  # times longer than others is a text that they are not
-LISTED = re.compile(r"""\s*(\[\s*['"\[{]|\{\s*['"]).*[\]}]\s*""", re.DOTALL)  # JSON, or a printed Python list
+# JSON, or a printed Python list
+LISTED = re.compile(r"""\s*(?:(?:\[\s*['"\[{]|\{\s*['"]).*[\]}]|\[\s*\])\s*""", re.DOTALL)
 
 
 def passages_of(value: Any) -> tuple[Passage, ...]:

@@ -23,6 +23,7 @@ SENTENCES = ["One.", " Two."]
 FORMS = {
     "one text": (LONG, [Passage("1", LONG)]),
     "an empty text": (" ", []),
+    "an empty list as JSON": ("[ ]\n", []),
     "one object": ({"text": LONG, "title": "T"}, [Passage("1", LONG, "T")]),
     "texts and objects": (
         ["a", {"id": 7, "text": "b", "score": "0.5"}],

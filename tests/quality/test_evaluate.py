@@ -64,6 +64,12 @@ def test_gold_ids_are_a_list_a_text_of_one_or_a_single_id(tmp_path, gold, name):
     assert (found["citation_precision"].mean, found["citation_recall"].mean) == (50.0, 100.0)
 
 
+@pytest.mark.parametrize("gold", [[], "[]"])
+def test_an_empty_list_of_gold_ids_scores_no_citations(tmp_path, gold):
+    (line,) = referred(["Ann Smith [1, 2]"], ["Ann Smith"], gold_ids=gold)
+    assert "citation_recall" not in evaluate(write_jsonl(tmp_path / "out.jsonl", [line])).scores
+
+
 def test_gold_ids_that_are_a_printed_python_list_are_named(tmp_path):
     (line,) = referred(["Ann Smith [1]"], ["Ann Smith"], gold_ids="['d1']")
     found = evaluate(write_jsonl(tmp_path / "out.jsonl", [line]))
