@@ -88,13 +88,31 @@ class CsvFile(Appended):
             self._file.truncate(end)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each complete row, the header too, with its offset."""
-        begin, row = 0, b""
-        for _, line in super().__iter__():
-            row += line
-            if line.endswith(b"\n") and not row.count(b'"') % 2:  # else a cell goes on in the next line
+        """Yield each complete row, the header too, with its offset. Rows end where csv.reader ends them."""
+        taken: list[bytes] = []
+        ended = False
+
+        def lines() -> Iterator[str]:
+            nonlocal ended
+            for _, line in Appended.__iter__(self):
+                taken.append(line)
+                yield line.decode(errors="replace")
+            ended = True
+
+        begin = 0
+        try:
+            for _ in csv.reader(lines()):
+                if ended or not taken[-1].endswith(b"\n"):  # the last row is not complete
+                    return
+                row = b"".join(taken)
                 yield begin, row
-                begin, row = begin + len(row), b""
+                begin += len(row)
+                taken.clear()
+        except csv.Error as error:
+            raise ConfigError(
+                f"{self.path}: cannot be read as CSV ({error}; edited?); correct it, choose another --output, or start "
+                "over with --no-resume"
+            ) from None
 
     def _finished(self, row: bytes) -> Finished:
         return Finished.of(self._line(row))

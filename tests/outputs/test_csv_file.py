@@ -89,6 +89,26 @@ def test_a_file_that_a_spreadsheet_has_changed_is_left_alone(tmp_path, change):
     assert path.read_bytes() == changed
 
 
+def test_a_quote_within_a_cell_is_as_other_programs_read_it(tmp_path):
+    run(tmp_path)
+    path = tmp_path / "a.csv"
+    edited = path.read_bytes().replace(b"q1,", b'q1",', 1)
+    path.write_bytes(edited)
+    assert [row["id"] for row in rows(tmp_path)] == ["q0", 'q1"', "q2", "q3", "q4", "q5"]
+    assert run(tmp_path).skipped == len(TEXTS)
+    assert path.read_bytes() == edited
+
+
+def test_a_file_that_csv_refuses_is_left_alone(tmp_path):
+    run(tmp_path)
+    path = tmp_path / "a.csv"
+    edited = path.read_bytes().replace(b"q1,", b"q1\r,", 1)
+    path.write_bytes(edited)
+    with pytest.raises(ConfigError, match=r"a\.csv: cannot be read as CSV \(.*; edited\?\)"):
+        run(tmp_path)
+    assert path.read_bytes() == edited
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
 def test_an_answer_that_is_json_stays_a_text(tmp_path, name):
     records = [{"id": "q", "query": '{"a": [1, "\u00e9"]}', "contexts": []}]
