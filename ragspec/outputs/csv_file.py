@@ -30,6 +30,7 @@ OPTIONAL = {"query": "query", "passages": "contexts"}  # column: what output.inc
 NUMBERS = {"prompt_tokens", "output_tokens", "latency_s"}
 NEEDED = {"id", "output", "error", "details", "fingerprint"}  # columns without which a row loses something
 AS_JSON = {"contexts", "passages", "metadata", "error", "details"}
+EMPTY: dict[str, Any] = {"contexts": [], "passages": [], "metadata": {}}  # of answers, where their cell is empty
 csv.field_size_limit(256 << 20)
 
 
@@ -119,7 +120,10 @@ class CsvFile(Appended):
 
     def _line(self, row: bytes) -> bytes:
         """Return a row as an output line, without its end."""
-        return dumps(line_of(dict(zip(self._columns, decoded(row), strict=False))))
+        line = line_of(dict(zip(self._columns, decoded(row), strict=False)))
+        if "error" not in line:
+            line = {name: value for name, value in EMPTY.items() if name in self._columns} | line
+        return dumps(line)
 
 
 def written_here(path: Path) -> bool:

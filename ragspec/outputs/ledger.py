@@ -7,6 +7,7 @@ True
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ class Finished(NamedTuple):
     def of(cls, raw: bytes) -> Finished:
         """Return what the line `raw` finishes."""
         try:
-            line = loads(raw)
+            line = loads(raw.removeprefix(BOM_UTF8))
             batch = "fingerprint" not in line
             key = line["id"].removeprefix(LINE) if batch else line["fingerprint"]
             name = line["custom_id"] if batch else line["id"]

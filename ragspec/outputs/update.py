@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -68,7 +69,7 @@ class Stamp(NamedTuple):
 
     def on(self, line: bytes) -> bytes:
         """Return the line as the answer of that row."""
-        value, shown = loads(line), loads(self.shown)
+        value, shown = loads(line.removeprefix(BOM_UTF8)), loads(self.shown)
         names = dict(zip(value.get("contexts") or (), shown.get("contexts") or (), strict=False))
         value |= {"id": self.id, "fingerprint": self.key}
         if "output" in value:

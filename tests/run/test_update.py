@@ -61,6 +61,25 @@ def whole(out, records, **more):
     return shown(other)
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_an_output_to_which_an_editor_added_a_mark_is_continued(tmp_path, name):
+    out = tmp_path / name
+    generate(config_of(out, questions(3)))
+    out.write_bytes(b"\xef\xbb\xbf" + out.read_bytes())
+    assert generate(config_of(out, questions(3))).skipped == 3
+    summary, _ = update(config_of(out, questions(3, topic="birds")))
+    assert summary.skipped == 3
+    assert [line["id"] for line in lines_of(out)] == ["q0", "q1", "q2"]
+    assert all(line["metadata"] == {"topic": "birds"} for line in lines_of(out))
+
+
+def test_lines_that_had_no_metadata_get_it(out):
+    generate(config_of(out, questions(3)))
+    summary, _ = update(config_of(out, questions(3, topic="birds")))
+    assert summary.skipped == 3
+    assert [line["metadata"] for line in lines_of(out)] == [{"topic": "birds"}] * 3
+
+
 def test_only_changed_records_are_answered_and_the_output_is_as_from_scratch(out):
     generate(config_of(out, questions(10)))
     before = {line["id"]: line for line in lines_of(out)}
