@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -52,7 +53,7 @@ class CsvFile(Appended):
         self.cut_torn_line()
         rows = iter(self)
         self._header = next(rows, (0, self._header))[1]
-        self._columns = decoded(self._header)
+        self._columns = decoded(self._header.removeprefix(BOM_UTF8))
         if lost := sorted(NEEDED - set(self._columns)):
             raise ConfigError(
                 f"{self.path}: its header is no longer ragspec's ({lost[0]} is missing; edited in a spreadsheet?); "
@@ -131,7 +132,7 @@ def written_here(path: Path) -> bool:
     if path.suffix.lower() != ".csv" or not path.is_file():
         return False
     with path.open("rb") as file:
-        return set(decoded(file.readline())) >= NEEDED
+        return set(decoded(file.readline().removeprefix(BOM_UTF8))) >= NEEDED
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -149,7 +150,7 @@ def encoded(cells: Iterable[Any]) -> bytes:
 
 def decoded(row: bytes) -> list[str]:
     """Return the cells of a row."""
-    return next(csv.reader(io.StringIO(row.decode("utf-8-sig", "replace"), newline="")), [])
+    return next(csv.reader(io.StringIO(row.decode(errors="replace"), newline="")), [])
 
 
 def cells_of(line: Mapping[str, Any], columns: Sequence[str]) -> list[Any]:

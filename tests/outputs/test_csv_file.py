@@ -99,6 +99,13 @@ def test_a_quote_within_a_cell_is_as_other_programs_read_it(tmp_path):
     assert path.read_bytes() == edited
 
 
+def test_an_id_may_be_a_byte_order_mark(tmp_path):
+    records = [{"id": "\ufeff", "query": "x"}, {"id": "\ufeffa", "query": "y"}]
+    run(tmp_path, records)
+    assert run(tmp_path, records).skipped == 2
+    assert [line["id"] for line in answer_lines(str(tmp_path / "a.csv"))] == ["\ufeff", "\ufeffa"]
+
+
 def test_a_file_that_csv_refuses_is_left_alone(tmp_path):
     run(tmp_path)
     path = tmp_path / "a.csv"
