@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ragspec.errors import ModelError
+from ragspec.errors import ModelError, flat
 from ragspec.models.draft import width_of
 from ragspec.records import Sampling, TokenLogprob
 from ragspec.structured.grammars import Matcher
@@ -214,6 +214,7 @@ class GenerationRules:
         self.pad = pad
         self._given = dict(given or {})
         self._known: dict[Sampling, bool] = {}
+        self._tried: set[Sampling] = set()
 
     def config(self, sampling: Sampling) -> Any:
         """Return the GenerationConfig for an answer."""
@@ -259,30 +260,48 @@ class GenerationRules:
         return ""
 
     def processors(self, sampling: Sampling, prompt_tokens: int) -> Processors | None:
-        """Return the processors of an answer's logits, None if nothing changes them."""
+        """Return the processors of an answer's logits, None if nothing changes them. Raises ModelError."""
         kind = replace(sampling, seed=0)  # the seed does not matter here
         if self._known.get(kind) is False:
             return None
+        self._try_out(kind)
+        found = self._made(sampling, prompt_tokens, self._model.device)
+        # which processors exist depends only on the sampling
+        self._known[kind] = bool(found)
+        return Processors(found) if found else None
+
+    def _made(self, sampling: Sampling, prompt_tokens: int, device: Any) -> list[Any]:
         model = self._model
         try:
             config, _ = model._prepare_generation_config(self.config(sampling))
-            model._prepare_special_tokens(config, True, device=model.device)
+            model._prepare_special_tokens(config, True, device=device)
             config.max_length = prompt_tokens + sampling.max_new_tokens
             if config.min_new_tokens is not None:
                 config.min_length = config.min_new_tokens + prompt_tokens
-            found = model._get_logits_processor(
+            found: list[Any] = model._get_logits_processor(
                 config,
                 input_ids_seq_length=prompt_tokens,
-                device=model.device,
+                device=device,
                 logits_processor=self.penalties(sampling, prompt_tokens),
             )
+            return found
         except AttributeError as error:
             raise ModelError(
                 f"this version of transformers is not supported ({error}); use transformers 5.18 to 5.24"
             ) from error
-        # which processors exist depends only on the sampling
-        self._known[kind] = bool(found)
-        return Processors(found) if found else None
+
+    def _try_out(self, kind: Sampling) -> None:
+        """Raise ModelError if the model's settings are invalid, for instance name tokens that it does not have."""
+        kind = replace(kind, max_new_tokens=1, min_new_tokens=0)  # the only token is the first and the last
+        if kind in self._tried or self.only_stock():
+            return
+        try:
+            Processors(self._made(kind, 1, "cpu"))(torch.zeros((1, width_of(self._model.config))), [0])
+        except (ValueError, TypeError, IndexError) as error:
+            raise ModelError(
+                f"the model's generation_config, or generate_args, cannot be used: {flat(error, 300)}"
+            ) from error
+        self._tried.add(kind)
 
     def depends_on_prompt(self, sampling: Sampling) -> bool:
         """Return whether a choice depends on the prompt beyond its logits, in which case padding would change it."""

@@ -186,6 +186,21 @@ def test_a_setting_that_generate_rejects_ends_the_run_in_one_line(asking, method
     assert "\n" not in str(error.value)
 
 
+INVALID = [
+    ({"bad_words_ids": [[5, 5000]]}, "5000"),
+    *wide(({"sequence_bias": [[[5000], 1.0]]}, "5000")),
+    ({"forced_eos_token_id": 5000}, "5000"),
+]
+
+
+@pytest.mark.parametrize(("asked", "named"), INVALID)
+def test_a_setting_that_names_what_the_model_lacks_ends_the_run_in_one_line(asking, asked, named):
+    sampling = {"temperature": 0.5}
+    with pytest.raises(ModelError, match=rf"generation_config, or generate_args, cannot be used: .*{named}") as error:
+        answered(asking(**asked), sampling=sampling)
+    assert "\n" not in str(error.value)
+
+
 def test_a_setting_that_rewrites_prompts_ends_the_run(asking, tiny):
     folder = asking(token_healing=True)
     with pytest.raises(ModelError, match=r"generation_config\.token_healing"):
