@@ -176,10 +176,10 @@ def read_model_config(
         return AutoConfig.from_pretrained(
             source.path, revision=source.revision or "main", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a config's own checks may raise anything
         if not trust_remote_code and brings_code(source):
             raise ConfigError(f'{key}: "{source.name}": {needs_code(trust_key)}') from error
-        what = "its config cannot be read: " if isinstance(error, OSError) else ""
+        what = "" if isinstance(error, (ValueError, KeyError)) else "its config cannot be read: "
         raise ConfigError(f'{key}: "{source.name}": {what}{flat(error)}') from error
 
 
@@ -194,9 +194,9 @@ def brings_code(source: ModelSource) -> bool:
             PreTrainedConfig.get_config_dict(source.path, revision=revision)[0],
             get_tokenizer_config(source.path, revision=revision),
         ]
-    except (OSError, ValueError):
-        return False  # no model there, which others report
-    return any(found.get("auto_map") for found in described)
+        return any(found.get("auto_map") for found in described)
+    except (OSError, ValueError, AttributeError):
+        return False  # no model there, or files that are not objects, which others report
 
 
 def needs_code(trust_key: str | None) -> str:

@@ -1,5 +1,8 @@
 import importlib.util
+import json
+import shutil
 import threading
+from pathlib import Path
 
 import httpx2
 import huggingface_hub
@@ -9,6 +12,7 @@ from ragspec.errors import ConfigError
 from ragspec.models import resolve as models
 from ragspec.models.draft import compare, fits
 from ragspec.models.resolve import ModelSource, context_length, read_model_config, resolve
+from ragspec.models.tokenizer import load_tokenizer
 from tests.conftest import train_tokenizer
 
 
@@ -163,6 +167,26 @@ def test_remote_code_is_off_unless_asked_for(tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit('code of the model ran')")
     with pytest.raises(ConfigError, match="trust_remote_code"):
         read_model_config(resolve(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("config.json", "num_attention_heads", 0, "its config cannot be read: integer modulo by zero"),
+        ("config.json", "hidden_size", "32", "its config cannot be read: .* expected int, got str"),
+        ("config.json", "", [], "Unrecognized model"),
+        ("tokenizer.json", "model", {"type": "Nope"}, "its tokenizer cannot be loaded"),
+        ("tokenizer_config.json", "", [], "its tokenizer cannot be loaded .'list' object"),
+    ],
+)
+def test_files_that_no_model_can_have_are_refused_in_one_line(tiny, tmp_path, name, key, value, said):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**content, key: value} if key else value))
+    source = resolve(str(folder))
+    with pytest.raises(ConfigError, match=said) as error:
+        load_tokenizer(source) if "tokenizer" in name else read_model_config(source)
+    assert "\n" not in str(error.value)
 
 
 def test_equal_sizes_with_other_tokens_do_not_fit(sample_texts):
