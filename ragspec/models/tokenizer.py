@@ -15,6 +15,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
+from itertools import groupby
 from typing import Any
 
 import orjson
@@ -27,6 +28,7 @@ from ragspec.records import Spans
 MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # DeepSeek uses the full-width bar
 LEAST = 2  # characters; a space cannot be inserted into a single one
 INCOMPLETE = "\ufffd"  # what part of a character is decoded to
+LETTER = "<0x41>"  # A
 SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of a tokenizer that falls back to bytes
 
 
@@ -221,7 +223,14 @@ class HFTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids` without special tokens."""
         text: str = self.inner.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        return self._valid_bytes.decode(token_ids) if INCOMPLETE in text and self._valid_bytes else text
+
+    @cached_property
+    def _valid_bytes(self) -> ValidBytes | None:
+        backend = self.inner.backend_tokenizer if self.inner.is_fast else None
+        if backend is None or backend.decoder is None or backend.token_to_id(LETTER) is None:
+            return None
+        return ValidBytes(backend) if backend.decoder.decode([LETTER]) == "A" else None
 
     @property
     def width(self) -> int:
@@ -280,6 +289,45 @@ def load_tokenizer(
             raise ConfigError(f'{key}: "{source.name}": its tokenizer {needs_code(trust_key)}') from error
         text = flat(error, 200)
         raise ConfigError(f'{key}: "{source.name}": its tokenizer cannot be loaded ({text})') from error
+
+
+# -- single bytes ----------------------------------------------------------------------------------
+
+
+class ValidBytes:
+    """Decodes with a fast tokenizer that falls back to bytes (Llama 2, Mistral), keeping what is valid.
+
+    tokenizers 0.23 makes every byte of a run a replacement character if the run ends within a character: a line end
+    would disappear with the first byte of an emoji, and return with its last.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Return the text of `token_ids` without special tokens, and one replacement character per invalid part."""
+        words = (self._backend.id_to_token(token) for token in token_ids if token not in self._special)
+        pieces: list[str] = []
+        for single, run in groupby(filter(None, words), lambda word: SINGLE_BYTE.fullmatch(word) is not None):
+            found = list(run)
+            pieces += self._valid(found) if single else found
+        text: str = self._backend.decoder.decode(pieces)
+        return text
+
+    @staticmethod
+    def _valid(run: list[str]) -> list[str]:
+        """Return a run of single bytes with its invalid parts replaced."""
+        values, pieces, at = bytes(int(word[3:5], 16) for word in run), list[str](), 0
+        while at < len(values):
+            try:
+                values[at:].decode()
+            except UnicodeDecodeError as error:
+                pieces += [*run[at : at + error.start], INCOMPLETE]
+                at += error.end
+            else:
+                return pieces + run[at:]
+        return pieces
 
 
 # -- masked control tokens -------------------------------------------------------------------------
