@@ -146,12 +146,17 @@ class HFTokenizer:
 
         Args:
             text: the text.
-            special_tokens: add the tokenizer's special tokens around it.
+            special_tokens: add the tokenizer's special tokens, except an end-of-sequence token: `text` is continued.
             own: spans of control words that become control tokens, the rest being text; None: all control words do.
         """
         ids = list(self._encoded(text, own, special_tokens)["input_ids"])
         ids = ids if own is None else self._masked.ids(ids)
-        return ids[self._redundant_bos(ids, special_tokens) :]
+        return ids[self._wanted(ids, special_tokens)]
+
+    def _wanted(self, ids: list[int], special_tokens: bool) -> slice:
+        """Return the tokens of a prompt among those that the tokenizer made of it."""
+        end = len(ids) - (special_tokens and self._adds_end and ids[-1:] == [self.inner.eos_token_id])
+        return slice(self._redundant_bos(ids, special_tokens), end)
 
     def _redundant_bos(self, ids: list[int], special_tokens: bool) -> int:
         """Return how many leading begin-of-sequence tokens are redundant.
@@ -168,6 +173,13 @@ class HFTokenizer:
         token = self.inner.bos_token_id
         ids = self.inner("a", verbose=False)["input_ids"]
         return token if token is not None and ids[:1] == [token] else None
+
+    @cached_property
+    def _adds_end(self) -> bool:
+        """Whether the tokenizer puts the end-of-sequence token behind texts (`add_eos_token`)."""
+        end = self.inner.eos_token_id
+        with_end, without = (self._call("a", None, added)["input_ids"][-1:] for added in (True, False))
+        return end is not None and with_end == [end] and without != [end]
 
     def control_ids(self, text: str, *, special_tokens: bool, own: Spans | None = None) -> list[int]:
         """Return the control tokens in encode()'s result for the untruncated `text`, in order."""
@@ -199,7 +211,7 @@ class HFTokenizer:
         offsets = found.encodings[0].offsets
         offsets = offsets if own is None else self._masked.places(offsets, text, own)
         ids = list(found["input_ids"])
-        return offsets[self._redundant_bos(ids if own is None else self._masked.ids(ids), special_tokens) :]
+        return offsets[self._wanted(ids if own is None else self._masked.ids(ids), special_tokens)]
 
     @cached_property
     def _masked(self) -> MaskedTokenizer:

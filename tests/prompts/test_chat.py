@@ -255,8 +255,8 @@ def test_documents_that_the_template_does_not_write_are_an_error():
 # -- begin of sequence --------------------------------------------------------------------------------------------
 
 
-def with_bos(template):
-    """A tokenizer that puts <s> before texts, as Llama's does."""
+def with_bos(template, after=""):
+    """A tokenizer that puts <s> before texts, as Llama's does, and `after` behind them."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
@@ -264,7 +264,9 @@ def with_bos(template):
     inner.add_special_tokens({"bos_token": AddedToken("<s>", special=True)})
     bos = inner.bos_token_id
     inner.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", bos)]
+        single=f"<s> $A {after}".strip(),
+        pair="<s> $A <s> $B",
+        special_tokens=[("<s>", bos), ("<|end|>", inner.eos_token_id)],
     )
     inner.chat_template = template
     return HFTokenizer(inner)
@@ -297,6 +299,26 @@ def test_passages_are_found_behind_a_begin_of_sequence_token_that_was_dropped():
     found = builder.build(Record("q", query="Why?", contexts=(Passage("1", "once upon a time"),)), 8, locate=True)
     start, end = found.places[0]
     assert tokenizer.decode(found.token_ids[start:end]).strip() in "once upon a time"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record("q", query="Why?"),
+        Record("q", query="Why?", contexts=(Passage("1", "once upon <|end|> a time"),)),
+        Record("q", prompt="Once upon", raw=True),
+    ],
+)
+def test_no_end_of_sequence_token_stands_before_the_answer(record):
+    ending, plain = (PromptBuilder(PromptConfig(), with_bos(None, after), None) for after in ("<|end|>", ""))
+    assert ending.build(record, 8, locate=True) == plain.build(record, 8, locate=True)
+
+
+def test_an_end_of_sequence_token_that_the_user_writes_stays():
+    record, config = Record("q", prompt="Once<|end|>", raw=True), PromptConfig(allow_special_tokens=True)
+    ending, plain = (PromptBuilder(config, with_bos(None, after), None).build(record, 8) for after in ("<|end|>", ""))
+    assert ending.token_ids == plain.token_ids
+    assert with_bos(None).inner.convert_ids_to_tokens(plain.token_ids[-1]) == "<|end|>"
 
 
 def test_token_ids_stay_as_they_are_and_a_missing_begin_is_told():
