@@ -202,6 +202,7 @@ class Tokenizer(Protocol):
 
     has_chat_template: bool
     thinking: Thinking | None
+    ends: frozenset[int]  # the model's end tokens, as far as they are known
 
     @property
     def width(self) -> int:

@@ -130,11 +130,15 @@ class HFTokenizer:
         inner: a transformers tokenizer.
         encode_args: arguments of every tokenizer call; they override ragspec's.
         width: tokens that the model embeds; by default as many as the tokenizer has.
+
+    Attributes:
+        ends: the model's end tokens, once it is loaded; they need not be special tokens of the tokenizer.
     """
 
     def __init__(self, inner: Any, encode_args: dict[str, Any] | None = None, width: int | None = None) -> None:
         self.inner = inner
         self._width = width
+        self.ends: frozenset[int] = frozenset()
         self.has_chat_template = bool(inner.chat_template)
         self.controls = ControlTokens(inner)
         self.thinking = thinking_of(inner)

@@ -250,7 +250,7 @@ def answer_texts(flight: RecordInFlight, answers: Sequence[Generation], tokenize
 
 def _part(flight: RecordInFlight, answer: Generation, prompt: int, tokenizer: Tokenizer) -> AnswerText:
     sampling, ids = flight.sampling, answer.token_ids
-    if answer.finish_reason == "stop" and ids and ids[-1] in sampling.stop_token_ids:
+    if answer.finish_reason == "stop" and ids and ids[-1] in sampling.ends(tokenizer.ends):
         ids = ids[:-1]
     ended = answer.finish_reason == "stop"
     reasoning, text, start = split_reasoning(flight.prompts[prompt].thinking, ids, tokenizer, ended=ended)
@@ -339,6 +339,8 @@ def partial_answer(
     flight: RecordInFlight, token_ids: Sequence[int], copied: Sequence[Copied], tokenizer: Tokenizer
 ) -> PartialAnswer:
     """Return a record's answer as far as `token_ids` go, without half a character or stop string at its end."""
+    if token_ids and token_ids[-1] in flight.sampling.ends(tokenizer.ends):
+        token_ids = token_ids[:-1]  # it may be the end
     whole = [run for run in copied if run.start < len(token_ids)]
     so_far = Generation(0, list(token_ids), "length", SpecStats(), 0.0, copied=tuple(whole))
     part = answer_texts(flight, [so_far], tokenizer)[0]

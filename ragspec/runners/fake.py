@@ -50,6 +50,7 @@ class ByteTokenizer:
 
     has_chat_template = False
     thinking = None
+    ends: frozenset[int] = frozenset()
     controls = None
     size = 256
     width = 256

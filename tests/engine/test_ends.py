@@ -1,6 +1,7 @@
 """Where an answer ends: end tokens, tokens and strings of a record's own, a least length; and lengths that fit."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
 from ragspec.models.stopping import find_stop, trim
 from ragspec.run.generate import generate as run
+from ragspec.run.local import Pipeline
 from ragspec.runners.fake import ByteTokenizer
 from tests.conftest import read_jsonl, write_jsonl
 
@@ -89,6 +91,27 @@ def test_no_end_token_comes_before_the_least_length(brief, tmp_path, way):
     model, length = brief
     line = answers(tmp_path, model, {"min_new_tokens": length + 4}, **way)["0"]
     assert line["output_tokens"] >= length + 4
+
+
+@pytest.mark.parametrize("way", ENGINES, ids=IDS)
+def test_an_end_token_that_is_text_to_the_tokenizer_is_no_part_of_the_answer(brief, tmp_path, way):
+    line = answers(tmp_path, brief[0], {"logprobs": 0}, **way)["0"]
+    *tokens, end = [each["token"] for each in line["logprobs"]]
+    assert line["finish_reason"] == "stop"
+    assert line["output"] == "".join(tokens) or "\ufffd" in line["output"]
+    assert not line["output"].endswith(end)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_no_token_that_ends_an_answer_is_heard(brief, tiny, own):
+    end = json.loads((Path(brief[0]) / "generation_config.json").read_text())["eos_token_id"]
+    sampling = {"max_new_tokens": 16, **({"stop_token_ids": [end]} if own else {})}
+    heard = []
+    with Pipeline({"model": tiny if own else str(brief[0]), "runner": "huggingface", "sampling": sampling}) as pipeline:
+        (line,) = pipeline.answers([{"id": "0", "prompt": PROMPTS[0]}], hear=heard.append)
+    assert line["finish_reason"] == "stop"
+    assert heard
+    assert all(line["output"].startswith(partial.text) for partial in heard)
 
 
 def test_all_ways_give_the_same_answers(brief, tmp_path):

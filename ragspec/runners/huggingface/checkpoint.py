@@ -77,7 +77,7 @@ class Checkpoint:
 
         args, given = self._args, revealed(self._args.generate_args)
         model = load(self.source, args, revealed(args.model_args), args.trust_remote_code)
-        self.ends = end_tokens(model, self.tokenizer.inner, given)
+        self.ends = self.tokenizer.ends = end_tokens(model, self.tokenizer.inner, given)
         pad = self.tokenizer.inner.pad_token_id
         self.rules = GenerationRules(model, self.ends, min(self.ends, default=0) if pad is None else pad, given)
         self._grammars = None
