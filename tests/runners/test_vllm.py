@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -410,6 +411,24 @@ def in_vllm(tmp_path, text, *args):
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     return read_jsonl(output), done.stderr
+
+
+@pytest.mark.wide
+def test_an_end_token_that_is_text_to_the_tokenizer_is_no_part_of_the_answer(demo, expected, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(demo), tmp_path / "model"
+    shutil.copytree(demo, model)
+    end = tokenizer.encode(expected[0], add_special_tokens=False)[6]
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [tokenizer.eos_token_id, end]}))
+    found, _ = in_vllm(tmp_path, NATIVE.format(model=model, method="none"))
+    output = tmp_path / "huggingface.jsonl"
+    run(make_config(str(model), runner="huggingface", output=output), limit=RECORDS)
+    assert [line["output"] for line in found] == [line["output"] for line in read_jsonl(output)]
+    assert found[0]["finish_reason"] == "stop"
+    assert expected[0].startswith(found[0]["output"])
+    assert len(tokenizer.encode(found[0]["output"], add_special_tokens=False)) <= 6
 
 
 NATIVE = """

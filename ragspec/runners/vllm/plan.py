@@ -239,6 +239,12 @@ class Plan:
 
         return {"ragspec": proposer_settings(self.spec, width_of(self.hf_config))}
 
+    def _end_tokens(self, model_config: Any) -> frozenset[int]:
+        """Return the tokens at which vLLM ends an answer: the tokenizer's and the generation_config's."""
+        own = model_config.try_get_generation_config().get("eos_token_id")
+        several = own if isinstance(own, list) else [own]
+        return frozenset({*several, self.tokenizer.inner.eos_token_id} - {None})
+
     def _configure(self) -> int:
         """Let vLLM validate all arguments, without reading weights; return the effective max_model_len."""
         from dataclasses import fields
@@ -254,6 +260,7 @@ class Plan:
         if self._may_choose_graphs() and allows_ragged_graphs(config):
             self.engine_args["compilation_config"] = self._compilation() | {"cudagraph_mode": "FULL"}
             config = self._created()
+        self.tokenizer.ends = self._end_tokens(config.model_config)
         wanted = self._wants_own_process() if self.args.own_process == "auto" else self.args.own_process
         self.own_process = wanted or envs.VLLM_ENABLE_V1_MULTIPROCESSING
         self.undraftable = self.method != PLAIN and self.is_tried() and is_reachable(config)
