@@ -330,11 +330,17 @@ class Journal:
 
     def notes(self) -> list[str]:
         """Return what the user should know of the earlier lines."""
+        notes = []
+        if self.ledger.foreign:
+            notes.append(
+                f"{self.output}: lines that are damaged, or not ragspec's: {self.ledger.foreign}; they stay, and "
+                "answer no record"
+            )
         lacking = self.target.state.lacking if self.target is not None else []
-        if not lacking or not self.ledger.answers:
-            return []
-        without = " and ".join(lacking)
-        return [f"{self.output}: lines of an earlier run have no {without}; use --no-resume to start over"]
+        if lacking and self.ledger.answers:
+            without = " and ".join(lacking)
+            notes.append(f"{self.output}: lines of an earlier run have no {without}; use --no-resume to start over")
+        return notes
 
     def keep_spent(self, summary: RunSummary) -> None:
         """Record the time spent by all runs at intervals, so that a killed run loses little of it."""

@@ -81,7 +81,7 @@ Drop = Callable[[Finished], bool]  # returns whether to remove a line because it
 class Ledger:
     """The finished rows of earlier runs. resumed: their number of lines. failures: the causes of failed ones.
 
-    answers, prompt_tokens, output_tokens: counted over answered lines.
+    answers, prompt_tokens, output_tokens: counted over answered lines. foreign: number of lines that finish nothing.
     """
 
     def __init__(self) -> None:
@@ -89,6 +89,7 @@ class Ledger:
         self.answers = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.foreign = 0
         self.failures = Causes()
         self._finished = KeySet()
         self._answered_ids = KeySet()
@@ -100,6 +101,7 @@ class Ledger:
     def note(self, found: Finished) -> None:
         """Add a line. A foreign line finishes nothing."""
         if found.key is None:
+            self.foreign += 1
             return
         self._finished.add(found.key)
         if found.failed:

@@ -133,7 +133,9 @@ def test_a_line_of_somebody_elses_in_the_output_stays_and_stops_nothing(path, fo
         file.write(f"{foreign}\n")
     with Journal(str(path), IDENTITY, retry_failed=retry) as journal:
         assert "f-a" in journal.ledger
+        (note,) = journal.notes()
     assert foreign in path.read_text()
+    assert note.startswith(f"{path}: lines that are damaged, or not ragspec's: 1; they stay")
 
 
 def test_a_line_that_is_no_json_is_refused_before_anything_is_written(path):
