@@ -337,8 +337,8 @@ def _check_method(spec: SpeculationConfig) -> None:
 
 
 def _check_retrieval(retrieval: RetrievalConfig) -> None:
-    # the default gives way
-    if "chunk_overlap" in retrieval.model_fields_set and retrieval.chunk_overlap > retrieval.chunk_size // 2:
+    default = RetrievalConfig.model_fields["chunk_overlap"].default  # it gives way, also in a config that is passed on
+    if retrieval.chunk_overlap > retrieval.chunk_size // 2 and retrieval.chunk_overlap != default:
         raise ConfigError(
             f"retrieval.chunk_overlap: {retrieval.chunk_overlap} exceeds half of chunk_size ({retrieval.chunk_size})"
         )

@@ -198,20 +198,6 @@ def test_a_mapped_field_takes_the_place_of_its_namesake():
     assert Columns({"query": "a.b"}).of(value) == {"a": {"b": "inner"}, "query": "whole"}
 
 
-def test_rows_of_a_damaged_arrow_file_are_errors(tmp_path):
-    path = tmp_path / "questions.arrow"
-    as_arrow(path, [{"query": text * 9} for text in "abcd"])
-    offsets = [count.to_bytes(4, "little") for count in (0, 9, 18)]
-    whole = path.read_bytes()
-    assert whole.count(b"".join(offsets)) == 2  # one batch per two rows
-    path.write_bytes(whole.replace(b"".join(offsets), offsets[0] + b"\xff\xff\xff\x7f" + offsets[2], 1))
-    with open_source(str(path)) as source:
-        values = [row.value for row in source]
-    assert [isinstance(value, RecordError) for value in values] == [True, True, False, False]
-    assert "Offset" in str(values[0])
-    assert values[2:] == [{"query": "c" * 9}, {"query": "d" * 9}]
-
-
 def test_a_parquet_file_cut_off_is_one_line(tmp_path):
     as_parquet(tmp_path / "a.parquet", RECORDS)
     whole = (tmp_path / "a.parquet").read_bytes()

@@ -397,6 +397,8 @@ def test_small_passages_need_no_overlap_of_their_own(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert Retriever(RetrievalConfig(index=str(tmp_path / "i"))).index.settings.chunk_overlap == 10
+    passed_on = build_config({"runner": "fake", "retrieval": {"index": "i", "chunk_size": 20}}).model_dump()
+    assert build_config(passed_on).retrieval.chunk_size == 20
 
 
 def test_a_reranker_orders_by_its_own_scores(tmp_path):
