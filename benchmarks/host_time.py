@@ -122,7 +122,7 @@ def main() -> None:
     sampling = Sampling(max_new_tokens=args.tokens * (1 + args.drafts), **args.sampling)
     for rows in args.rows:
         seconds = list(steps(rows, args.prompt, sampling, args.drafts))
-        if not seconds:
+        if len(seconds) < 2:
             sys.exit(f"{rows} rows: the first answers end before the last prompts are read; give more --tokens")
         tenth, middle = (1e3 * statistics.quantiles(seconds, n=10)[at] for at in (0, 4))
         print(f"{rows:4d} rows: {middle:.2f} ms a step on the host (10th percentile {tenth:.2f}), {len(seconds)} steps")

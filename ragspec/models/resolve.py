@@ -195,7 +195,7 @@ def brings_code(source: ModelSource) -> bool:
             get_tokenizer_config(source.path, revision=revision),
         ]
         return any(found.get("auto_map") for found in described)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return False  # no model there, or files that are not objects, which others report
 
 

@@ -29,7 +29,7 @@ MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # DeepSeek uses the f
 LEAST = 2  # characters; a space cannot be inserted into a single one
 INCOMPLETE = "\ufffd"  # what part of a character is decoded to
 LETTER = "<0x41>"  # A
-SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of a tokenizer that falls back to bytes
+SINGLE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token of a tokenizer that falls back to bytes
 
 
 @cache
@@ -323,9 +323,10 @@ class ValidBytes:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of `token_ids` without special tokens, and one replacement character per invalid part."""
-        words = (self._backend.id_to_token(token) for token in token_ids if token not in self._special)
+        known = (self._backend.id_to_token(token) for token in token_ids if token not in self._special)
+        words = (word for word in known if word is not None)
         pieces: list[str] = []
-        for single, run in groupby(filter(None, words), lambda word: SINGLE_BYTE.fullmatch(word) is not None):
+        for single, run in groupby(words, lambda word: SINGLE_BYTE.fullmatch(word) is not None):
             found = list(run)
             pieces += self._valid(found) if single else found
         text: str = self._backend.decoder.decode(pieces)

@@ -172,6 +172,7 @@ def test_remote_code_is_off_unless_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("name", "key", "value", "said"),
     [
+        ("config.json", "", 1, "its config cannot be read"),
         ("config.json", "num_attention_heads", 0, "its config cannot be read: integer modulo by zero"),
         ("config.json", "hidden_size", "32", "its config cannot be read: .* expected int, got str"),
         ("config.json", "", [], "Unrecognized model"),

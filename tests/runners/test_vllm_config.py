@@ -361,7 +361,7 @@ def test_what_is_also_read_outside_vllm_is_refused_among_its_own_arguments(key):
 )
 def test_sampling_args_that_would_shape_vllms_own_texts_are_refused(key, value):
     raw = {"model": "m", "runner": "vllm", "input": "x", "output": "y", "runner_args": {"sampling_args": {key: value}}}
-    with pytest.raises(ConfigError, match=f"sampling_args.*{key}: has no effect here"):
+    with pytest.raises(ConfigError, match=f"sampling_args.*{key}: ragspec makes its outputs"):
         build_config(raw)
     raw["runner_args"] = {"sampling_args": {"include_stop_str_in_output": False, "skip_special_tokens": True}}
     build_config(raw)

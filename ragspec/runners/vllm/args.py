@@ -52,7 +52,7 @@ class Args(RunnerArgs):
                 raise ValueError(f"{key} belongs in the sampling section: sampling.{key}")
         for key, only in OF_OUTPUTS.items():
             if value.get(key, only) != only:
-                raise ValueError(f"{key}: has no effect here, as ragspec makes texts from tokens itself; remove it")
+                raise ValueError(f"{key}: ragspec makes its outputs from tokens itself; remove it")
         return value
 
     def neutral_keys(self) -> set[str]:
