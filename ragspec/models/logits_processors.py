@@ -167,7 +167,7 @@ STOCK_ONLY = (
     "constraints", "force_words_ids", "guidance_scale", "watermarking_config", "stop_strings", "max_time",
     "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "cache_implementation", "use_mtp",
 )  # fmt: skip
-# values that ask for nothing, beside None, False and empty ones; of other keys, 0 and 1 are tokens, say
+# values that ask for nothing, beside None, False and empty ones; for other keys, 0 and 1 may be token ids
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("penalty_alpha", "diversity_penalty", "epsilon_cutoff", "eta_cutoff"), (0,)),
@@ -214,7 +214,6 @@ class GenerationRules:
         self.pad = pad
         self._given = dict(given or {})
         self._known: dict[Sampling, bool] = {}
-        self._tried: set[Sampling] = set()
 
     def config(self, sampling: Sampling) -> Any:
         """Return the GenerationConfig for an answer."""
@@ -264,7 +263,8 @@ class GenerationRules:
         kind = replace(sampling, seed=0)  # the seed does not matter here
         if self._known.get(kind) is False:
             return None
-        self._try_out(kind)
+        if kind not in self._known:
+            self._try_out(kind)
         found = self._made(sampling, prompt_tokens, self._model.device)
         # which processors exist depends only on the sampling
         self._known[kind] = bool(found)
@@ -292,16 +292,15 @@ class GenerationRules:
 
     def _try_out(self, kind: Sampling) -> None:
         """Raise ModelError if the model's settings are invalid, for instance name tokens that it does not have."""
-        kind = replace(kind, max_new_tokens=1, min_new_tokens=0)  # the only token is the first and the last
-        if kind in self._tried or self.only_stock():
+        if self.only_stock():
             return
+        kind = replace(kind, max_new_tokens=1, min_new_tokens=0)  # the only token is the first and the last
         try:
             Processors(self._made(kind, 1, "cpu"))(torch.zeros((1, width_of(self._model.config))), [0])
         except (ValueError, TypeError, IndexError) as error:
             raise ModelError(
                 f"the model's generation_config, or generate_args, cannot be used: {flat(error, 300)}"
             ) from error
-        self._tried.add(kind)
 
     def depends_on_prompt(self, sampling: Sampling) -> bool:
         """Return whether a choice depends on the prompt beyond its logits, in which case padding would change it."""

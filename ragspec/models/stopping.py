@@ -143,8 +143,12 @@ def _find(ids: list[int], wanted: tuple[int, ...]) -> int | None:
 def end_tokens(model: Any, tokenizer: Any, generate_args: Mapping[str, Any]) -> frozenset[int]:
     """Return the tokens that end an answer: from generate()'s arguments, else the model, else the tokenizer."""
     own = model.generation_config.eos_token_id
-    found = generate_args.get("eos_token_id", own if own is not None else tokenizer.eos_token_id)
-    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+    return token_set(generate_args.get("eos_token_id", own if own is not None else tokenizer.eos_token_id))
+
+
+def token_set(given: int | Iterable[int] | None) -> frozenset[int]:
+    """Return the tokens of an `eos_token_id`: one, several or none."""
+    return frozenset([] if given is None else [given] if isinstance(given, int) else given)
 
 
 def ends_with_stop(

@@ -249,10 +249,8 @@ def answer_texts(flight: RecordInFlight, answers: Sequence[Generation], tokenize
 
 
 def _part(flight: RecordInFlight, answer: Generation, prompt: int, tokenizer: Tokenizer) -> AnswerText:
-    sampling, ids = flight.sampling, answer.token_ids
-    if answer.finish_reason == "stop" and ids and ids[-1] in sampling.ends(tokenizer.ends):
-        ids = ids[:-1]
-    ended = answer.finish_reason == "stop"
+    sampling, ended = flight.sampling, answer.finish_reason == "stop"
+    ids = _without_end(flight, answer.token_ids, tokenizer) if ended else answer.token_ids
     reasoning, text, start = split_reasoning(flight.prompts[prompt].thinking, ids, tokenizer, ended=ended)
     least = 0  # characters exempt from stop strings; the text has no blanks after reasoning
     if sampling.stop and sampling.min_new_tokens > start:
@@ -260,6 +258,12 @@ def _part(flight: RecordInFlight, answer: Generation, prompt: int, tokenizer: To
         least = len(exempt.lstrip() if start else exempt)
     end = find_stop(text, sampling.stop, least)
     return AnswerText(text[:end], reasoning, start, _echo(flight, prompt, tokenizer) if flight.record.echo else "")
+
+
+def _without_end(flight: RecordInFlight, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Return an answer's tokens without an end token at its end."""
+    ends = flight.sampling.ends(tokenizer.ends)
+    return list(token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids)
 
 
 def _echo(flight: RecordInFlight, prompt: int, tokenizer: Tokenizer) -> str:
@@ -339,10 +343,9 @@ def partial_answer(
     flight: RecordInFlight, token_ids: Sequence[int], copied: Sequence[Copied], tokenizer: Tokenizer
 ) -> PartialAnswer:
     """Return a record's answer as far as `token_ids` go, without half a character or stop string at its end."""
-    if token_ids and token_ids[-1] in flight.sampling.ends(tokenizer.ends):
-        token_ids = token_ids[:-1]  # it may be the end
+    token_ids = _without_end(flight, token_ids, tokenizer)  # whether the answer ends there is not known yet
     whole = [run for run in copied if run.start < len(token_ids)]
-    so_far = Generation(0, list(token_ids), "length", SpecStats(), 0.0, copied=tuple(whole))
+    so_far = Generation(0, token_ids, "length", SpecStats(), 0.0, copied=tuple(whole))
     part = answer_texts(flight, [so_far], tokenizer)[0]
     part = replace(part, text=_settled(part.text, flight.sampling.stop))
     spans = copied_spans(tokenizer, flight.prompt.kept, so_far, part)

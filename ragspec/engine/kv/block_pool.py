@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 Part = tuple[int, int, int]  # row that holds some tokens of a row, first slot, end slot
-Span = tuple[int, int, int]  # row, its token to write first, and the one to end before
+Span = tuple[int, int, int]  # row, first token to write, end
 PADDING = 0  # the block that padding is written to; it belongs to no row
 MOST_ROWS = 1 << 20
 ROW_BLOCK = 64  # tokens of a block in a row
@@ -163,7 +163,7 @@ class BlockTables:
         self.size = size
         self._pool = pool
         self._tables: list[list[int]] = [[] for _ in range(rows)]
-        self._private = [NOTHING] * rows  # of each row, the first and end of tokens whose blocks are certainly its own
+        self._private = [NOTHING] * rows  # by row: first and end of tokens in blocks known to be its own
         self.array = np.zeros((rows, 1), dtype=np.int64)
         self.changes = 0
 

@@ -316,7 +316,7 @@ class StockBackend:
         config = self._rules.config(sampling)
         config.return_dict_in_generate = True
         config.output_logits = sampling.logprobs is not None
-        # nobody reads these, and keeping them of a draft fails (transformers 5.19)
+        # these are not used, and with drafts transformers 5.19 fails to collect them
         config.output_scores = config.output_attentions = config.output_hidden_states = False
         return config
 

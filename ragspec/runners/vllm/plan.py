@@ -15,6 +15,7 @@ from ragspec.config.run import RunConfig, to_sampling
 from ragspec.errors import ConfigError, did_you_mean
 from ragspec.host.machine import free_bytes, free_gpu_bytes, machine
 from ragspec.models.resolve import read_model_config, resolve
+from ragspec.models.stopping import token_set
 from ragspec.runners.vllm.args import Args
 from ragspec.runners.vllm.config import (
     DRAFT_TRUST_KEYS,
@@ -242,8 +243,7 @@ class Plan:
     def _end_tokens(self, model_config: Any) -> frozenset[int]:
         """Return the tokens at which vLLM ends an answer: the tokenizer's and the generation_config's."""
         own = model_config.try_get_generation_config().get("eos_token_id")
-        several = own if isinstance(own, list) else [own]
-        return frozenset({*several, self.tokenizer.inner.eos_token_id} - {None})
+        return token_set(own) | token_set(self.tokenizer.inner.eos_token_id)
 
     def _configure(self) -> int:
         """Let vLLM validate all arguments, without reading weights; return the effective max_model_len."""
