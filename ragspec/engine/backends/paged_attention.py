@@ -26,6 +26,10 @@ from ragspec.errors import flat
 FAR = 1 << 20  # index of a block that is none of a row's; times a block's tokens it is still an int32
 QUERIES = 128  # queries of a block of FlexAttention
 TILE = 64  # tokens of a prompt in a row: fewer read keys and values more often, more have more padding
+# Keys, and queries of many, that a kernel reads at once: as torch chooses, or fewer where a GPU's shared memory is too
+# small for that, as one of 99 KiB is for heads of 512.
+AT_ONCE = (None, 32, 16)
+TOO_MUCH = "out of resource"  # Triton's words for it, which torch passes on
 # shapes and masks that it may be compiled for, more than there are: beyond, torch runs it as plain operators, silently
 SHAPES = 4096
 UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"  # torch's switch for calling FlexAttention as plain operators
@@ -225,6 +229,7 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
     call: Any = _flex_attention
     cascade: Any = _cascade_attention
     refused: set[torch.Size] = set()  # shapes of queries
+    at_once: dict[tuple[bool, int], int] = {}  # index in AT_ONCE, by whether queries are many and by the size of heads
     if compiled:
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(SHAPES, getattr(torch._dynamo.config, limit)))
@@ -249,21 +254,32 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
             for tensor, dimension in ((blocks[0], 2), (blocks[1], 2), *growing):
                 torch._dynamo.maybe_mark_dynamic(tensor, dimension)
         given = queries, *blocks, *read
+        many = tokens == TILE or queries.shape[2] >= QUERIES
+        kernel = many, queries.shape[3]
+
+        def options(many: bool) -> dict[str, Any]:
+            return _kernel_options(many, exact, AT_ONCE[at_once.get((many, queries.shape[3]), 0)])
+
+        def compute() -> Any:
+            if shared is not None:
+                cap, lse = scores.cap, sinks is not None
+                return cascade(*given, shared, cap, scores.scaling, lse, options(False), options(True))
+            see = rule and rule.function
+            return call(*given, see, scores.cap, scores.scaling, sinks is not None, options(many))
+
         try:
             with nullcontext() if compiled else _uncompiled():
-                if shared is not None:
-                    out = cascade(*given, shared, scores.cap, scores.scaling, sinks is not None)
-                else:
-                    see = rule and rule.function
-                    out = call(*given, see, scores.cap, scores.scaling, sinks is not None, exact, tokens == TILE)
+                out = compute()
         except TorchDynamoException as error:  # what inductor and Triton raise is one of these
             if shared is not None:
                 raise  # steps go on without
+            if TOO_MUCH in str(error) and at_once.get(kernel, 0) + 1 < len(AT_ONCE):
+                at_once[kernel] = at_once.get(kernel, 0) + 1
+                return attend(step, layer, whole, scores, rule)
             if notes is not None and not refused:
                 less = " and not exact" if exact else ""
-                notes.append(
-                    f"attention: FlexAttention does not compile for some steps, which are slower{less}: {flat(error)}"
-                )
+                why = flat(error, 300)
+                notes.append(f"attention: FlexAttention does not compile for some steps, which are slower{less}: {why}")
             refused.add(whole.shape)
             return gathered(step, layer, whole, scores, rule)
         if sinks is None:
@@ -378,13 +394,9 @@ def _flex_attention(
     cap: float | None,
     scale: float | None,
     with_lse: bool,
-    exact: bool,
-    many: bool,
+    options: dict[str, Any],
 ) -> Any:
-    """Call FlexAttention for queries, (R, heads, n, head_dim), over blocks, (1, kv_heads, blocks, size, head_dim).
-
-    many: whether there are so many queries that the kernel for few would hold too much at once.
-    """
+    """Call FlexAttention for queries, (R, heads, n, head_dim), over blocks, (1, kv_heads, blocks, size, head_dim)."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     number, size, tokens = queries.shape[2], keys.shape[3], lists.positions.shape[1]
@@ -399,11 +411,6 @@ def _flex_attention(
         assert cap is not None
         return cap * torch.tanh(score / cap)
 
-    options: dict[str, Any] = {}
-    if many:
-        options["FORCE_USE_FLEX_ATTENTION"] = True
-    elif exact:  # the kernel for few queries would divide a row's blocks by their number and the step's rows
-        options["SPLIT_KV"] = 1
     from_blocks: Any = BlockMask.from_kv_blocks
     attend: Any = flex_attention
     mask = from_blocks(
@@ -440,13 +447,33 @@ def _cascade_attention(
     cap: float | None,
     scale: float | None,
     with_lse: bool,
+    options: dict[str, Any],
+    for_chunks: dict[str, Any],
 ) -> Any:
     """Return what _flex_attention does, for rows that read some of their blocks together."""
-    own = _flex_attention(queries, keys, values, lists, None, cap, scale, True, False, False)
+    own = _flex_attention(queries, keys, values, lists, None, cap, scale, True, options)
     together = shared.together(queries)
-    prefix = _flex_attention(together, keys, values, of_chunks, None, cap, scale, True, False, True)
+    prefix = _flex_attention(together, keys, values, of_chunks, None, cap, scale, True, for_chunks)
     merged = shared.merged(own, prefix)
     return merged if with_lse else merged[0]
+
+
+def _kernel_options(many: bool, exact: bool, at_once: int | None) -> dict[str, Any]:
+    """Return options of FlexAttention.
+
+    Args:
+        many: Whether there are so many queries that the kernel for few would hold too much at once.
+        exact: Whether keys are added up in an order that depends on their number alone.
+        at_once: Keys, and queries of many, that are read at once; None: torch's choice.
+    """
+    options: dict[str, Any] = {}
+    if many:
+        options["FORCE_USE_FLEX_ATTENTION"] = True
+    elif exact:  # the kernel for few queries would divide a row's blocks by their number and the step's rows
+        options["SPLIT_KV"] = 1
+    if at_once is not None:
+        options |= {"BLOCK_N": at_once, "num_stages": 1} | ({"BLOCK_M": at_once} if many else {})
+    return options
 
 
 @contextmanager
