@@ -431,7 +431,7 @@ class Engine:
             row.grammar.stuck, row.reason = False, "length"
         if row.grammar.problem:
             row.reason = "error"
-        elif not row.ends and row.grammar.complete:
+        elif row.grammar.endless and row.grammar.complete:
             row.reason = "stop"
 
     def _within(self, row: RequestState, kept: list[int]) -> list[int]:
@@ -439,7 +439,7 @@ class Engine:
         if not row.ends.isdisjoint(kept):
             end = next(count for count, token in enumerate(kept, 1) if token in row.ends)
             kept, row.reason = kept[:end], "stop"
-        if row.grammar is not None and not row.ends and len(kept) > 1:
+        if row.grammar is not None and row.grammar.endless and len(kept) > 1:
             # a complete answer ends without an end token; a draft may go on with the tokenizer's
             kept = kept[: row.grammar.until_complete(kept)]
         stop = row.request.sampling.stop

@@ -267,7 +267,7 @@ def model_notes(
     width = width_of(config)
     if not ends:
         notes.append("the model has no end token: answers end at max_new_tokens, or with a stop string")
-    elif all(token >= width for token in ends):
+    elif not any(0 <= token < width for token in ends):
         notes.append(
             f"the model cannot generate its end token ({ends[0]}; it has {width}): answers end at max_new_tokens"
         )

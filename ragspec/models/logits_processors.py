@@ -222,7 +222,7 @@ class GenerationRules:
         config.max_new_tokens = sampling.max_new_tokens
         config.num_return_sequences = 1  # a record has one answer
         # None would mean the model's own: an id beyond the vocabulary stands for no end token
-        none = [width_of(self._model.config)] if self._eos else None
+        none = None if self._model.generation_config.eos_token_id is None else [width_of(self._model.config)]
         config.eos_token_id = sorted(sampling.ends(self._eos)) or none
         config.pad_token_id = self.pad
         config.do_sample = sampling.temperature > 0
@@ -234,7 +234,8 @@ class GenerationRules:
         own = self._model.generation_config.min_p  # transformers uses it if ours is None
         config.min_p = sampling.min_p or (None if greedy or own is None else 0.0)
         for name, value in self._given.items():
-            setattr(config, name, value)
+            if name != "eos_token_id":  # in self._eos already
+                setattr(config, name, value)
         if config.exponential_decay_length_penalty and not sampling.ends(self._eos):
             # it makes an end token likelier, and fails without one; generate() would take the model's own for None
             config.exponential_decay_length_penalty = (sampling.max_new_tokens, 1.0)  # begins beyond the answer

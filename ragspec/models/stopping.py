@@ -141,9 +141,13 @@ def _find(ids: list[int], wanted: tuple[int, ...]) -> int | None:
 
 
 def end_tokens(model: Any, tokenizer: Any, generate_args: Mapping[str, Any]) -> frozenset[int]:
-    """Return the tokens that end an answer: from generate()'s arguments, else the model, else the tokenizer."""
+    """Return the tokens that end an answer: from generate()'s arguments, else the model, else the tokenizer.
+
+    Ids that the model lacks, such as -1 for none, end nothing.
+    """
     own = model.generation_config.eos_token_id
-    return token_set(generate_args.get("eos_token_id", own if own is not None else tokenizer.eos_token_id))
+    found = token_set(generate_args.get("eos_token_id", own if own is not None else tokenizer.eos_token_id))
+    return found & frozenset(range(model.config.get_text_config().vocab_size))
 
 
 def token_set(given: int | Iterable[int] | None) -> frozenset[int]:

@@ -179,6 +179,11 @@ class Matcher:
         return f"structured: {_summary(self.inner.get_error())}" if self.inner.is_error() else ""
 
     @property
+    def endless(self) -> bool:
+        """Whether no end token ends an answer, which is over then when only an end may follow."""
+        return not self._eos
+
+    @property
     def complete(self) -> bool:
         """Return whether only an end may follow."""
         return bool(self.inner.is_stopped())
@@ -203,6 +208,12 @@ class Matcher:
             if not inner.consume_token(token) or inner.is_stopped():
                 return count
         return len(tokens)
+
+    def completes(self, answer: Sequence[int]) -> bool:
+        """Return whether a whole answer reaches a place where only an end may follow. Call at the answer's start."""
+        then = self.copy()
+        then.take(answer[: self.until_complete(answer)])
+        return then.complete
 
     def admitted(self, guesses: Sequence[int]) -> int:
         """Return how many leading guesses are allowed; none after an end."""

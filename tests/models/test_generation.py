@@ -96,6 +96,14 @@ def test_no_end_token_is_made_likelier_where_none_ends_an_answer(asking, tiny, e
     assert ids(answered(longer, sampling=ignored, engine=engine)[0]) == ids(answered(tiny, sampling=ignored)[0])
 
 
+def test_an_ignored_end_token_of_generate_args_ends_no_answer(tiny):
+    expected = ids(answered(tiny, sampling={"ignore_eos": True})[0])
+    ends = {"eos_token_id": [answer[3] for answer in expected.values()]}
+    for engine in ("auto", "transformers"):
+        outcomes, _, _ = answered(tiny, sampling={"ignore_eos": True}, engine=engine, generate_args=ends)
+        assert ids(outcomes) == expected
+
+
 def test_all_of_them_together(asking):
     asked = {key: value for key, value in ASKED.items() if key != "forced_bos_token_id"}
     folder = asking(**asked, eos_token_id=list(range(250, 300)))

@@ -349,6 +349,7 @@ def notes_of(folder, tokenizer=None):
         ("{", "cannot be read"),
         ("", "cannot be read"),
         ('{"eos_token_id": 99999}', "cannot generate its end token (99999"),
+        ('{"eos_token_id": -1}', "cannot generate its end token (-1"),
     ],
 )
 def test_a_generation_config_that_is_odd_is_told(content, note, tiny, tmp_path):

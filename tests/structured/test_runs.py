@@ -115,6 +115,21 @@ def test_stock_drafts_are_held_to_the_grammar_or_left_out(tiny, tmp_path, draft,
         assert all("structured: stock generate() would hold" in line["speculation"]["off"] for line in lines.values())
 
 
+@pytest.mark.parametrize("method", ["none", "prompt_lookup"])
+@pytest.mark.parametrize("sampling", [{}, {"stop_token_ids": [5]}], ids=["", "stop"])
+@pytest.mark.parametrize("ends", [[], [-1, 5000]], ids=["none", "unknown"])
+def test_stock_generate_answers_the_same_where_no_end_token_ends_an_answer(tiny, tmp_path, method, ends, sampling):
+    settings = {"sampling": sampling | {"logit_bias": {"0": 4}}, "structured": {"regex": "(yes|no)( or (yes|no)){0,6}"}}
+    runner_args = {"generate_args": {"eos_token_id": ends}, "batch_size": 1}
+    ours, _ = answered(tmp_path, tiny, name="ours", runner_args=runner_args, **settings)
+    runner_args["engine"] = "transformers"
+    theirs, _ = answered(tmp_path, tiny, runner_args=runner_args, speculation={"method": method}, **settings)
+    assert texts(theirs) == texts(ours)
+    assert all(line["valid"] for line in [*ours.values(), *theirs.values()] if line["finish_reason"] == "stop")
+    assert {line["finish_reason"] for line in theirs.values()} == {line["finish_reason"] for line in ours.values()}
+    assert len(set(texts(ours).values())) > 1
+
+
 def test_records_bring_forms_of_their_own(tiny, tmp_path):
     schema = {
         "type": "object",

@@ -70,6 +70,21 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
         return ends_with_stop(self._tokenizer, answer, fresh, request.sampling.stop, least)
 
 
+class FormComplete(StoppingCriteria):  # type: ignore[misc]
+    """Stops rows whose form is complete where no end token does. matchers: one per row, None for free text."""
+
+    def __init__(self, matchers: Sequence[Matcher | None], prompt_length: int) -> None:
+        self._matchers = [each.copy() if each is not None and each.endless else None for each in matchers]
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        answers = input_ids[:, self._prompt_length :].tolist()
+        beams = max(1, len(answers) // len(self._matchers))
+        rows = [self._matchers[at // beams] for at in range(len(answers))]
+        hits = [row is not None and row.completes(answer) for row, answer in zip(rows, answers, strict=True)]
+        return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
+
+
 # -- backend ---------------------------------------------------------------------------------------
 # errors that a model's own code may raise for a padded prompt
 PADDING_ERRORS = (RuntimeError, IndexError, ValueError)
@@ -235,19 +250,22 @@ class StockBackend:
         for request in batch:
             yield from self._answer([request])
 
-    def _cut_short(self, request: Request, token_ids: list[int]) -> bool:
-        """Return whether an end token that the grammar does not allow was forced as the last of all.
+    def _shaped(self, request: Request, token_ids: list[int], reason: str) -> tuple[list[int], str]:
+        """Return the tokens of an answer with a grammar, and its finish reason.
 
-        Raises RecordError for any other token that it does not allow.
+        An answer that no end token ends is over when its form is complete. It is cut off by an end token that was
+        forced as the last of all. Raises RecordError for any other token that the grammar does not allow.
         """
         matcher = begin(self._grammars, request.grammar)
         assert matcher is not None
+        if matcher.endless:
+            token_ids = token_ids[: matcher.until_complete(token_ids)]
         matcher.take(token_ids)
         if matcher.stuck and len(token_ids) == request.sampling.max_new_tokens:
-            return True
+            return token_ids, "length"
         if matcher.problem:
             raise RecordError(matcher.problem)
-        return False
+        return token_ids, "stop" if matcher.endless and matcher.complete else reason
 
     def _call(self, batch: list[Request], matchers: list[Matcher | None], *, drafts: bool = True) -> list[Generation]:
         sampling = batch[0].sampling
@@ -273,6 +291,7 @@ class StockBackend:
             self._assistance.configure(config)
         processors: list[Any] = [*self._rules.penalties(sampling, width)]
         if any(matchers):
+            criteria.append(FormComplete(matchers, width))
             processors.append(GrammarMasks(matchers, width))
         device = self._model.device
         started = time.perf_counter()
@@ -293,8 +312,8 @@ class StockBackend:
         for row, (request, answer) in enumerate(zip(batch, answers, strict=True)):
             least = stop_strings_from(request, answer, self._tokenizer)
             token_ids, reason = trim(answer, sampling.ends(self._eos), sampling.stop, self._tokenizer, least)
-            if request.grammar and self._cut_short(request, token_ids):
-                reason = "length"
+            if request.grammar:
+                token_ids, reason = self._shaped(request, token_ids, reason)
             self.clock.decode_tokens += max(0, len(token_ids) - clock.first_step_tokens)
             spec = self._meter.stats if self._meter and not undrafted else SpecStats(steps=len(token_ids))
             spec.end(len(token_ids))
