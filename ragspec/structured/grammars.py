@@ -23,6 +23,10 @@ STUCK = (
     "structured: the model ended the answer before its form was complete, because other settings (suppress_tokens, "
     "bad_words_ids, no_repeat_ngram_size, ...) exclude all that may follow in it"
 )
+EXCLUDED = (
+    "structured: other settings (suppress_tokens, begin_suppress_tokens, ...) exclude all that may "
+    "follow in the answer's form"
+)
 
 
 def is_complete(grammar: str, text: str) -> bool:
@@ -170,12 +174,15 @@ class Matcher:
         self._end = next(iter(eos)) if len(eos) == 1 else None
         self.ended = False  # whether an eos token was taken
         self.stuck = False  # whether one was taken where the grammar allows none
+        self._excluded = False  # whether another token was written that the grammar does not allow
 
     @property
     def problem(self) -> str:
         """Return why the answer cannot continue, or should not have ended, "" if all is well."""
         if self.stuck:
             return STUCK
+        if self._excluded:
+            return EXCLUDED
         return f"structured: {_summary(self.inner.get_error())}" if self.inner.is_error() else ""
 
     @property
@@ -198,7 +205,8 @@ class Matcher:
             if token in self._eos:
                 self.ended = True  # llguidance's rollback would lose it
                 self.stuck = not (self.inner.is_error() or self.complete or self.inner.is_accepting())
-            elif not self.inner.consume_token(token):
+            elif not self.inner.try_consume_tokens([token]):
+                self._excluded = not self.inner.is_error()
                 return
 
     def until_complete(self, tokens: Sequence[int]) -> int:

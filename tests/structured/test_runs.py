@@ -235,6 +235,14 @@ def test_an_answer_that_other_settings_keep_from_its_form_is_no_answer(tiny, tmp
     assert {(line["valid"], line["finish_reason"]) for line in lines.values()} == {(False, "length")}
 
 
+@pytest.mark.parametrize("engine", ["ragspec", "transformers"])
+def test_settings_that_exclude_all_that_a_form_allows_are_named(tiny, tmp_path, engine):
+    given = {"eos_token_id": 5, "begin_suppress_tokens": list(range(399))}
+    args = {"engine": engine, "batch_size": 1, "generate_args": given}
+    lines, _ = answered(tmp_path, tiny, structured={"choice": ["yes", "no"]}, runner_args=args)
+    assert all("begin_suppress_tokens" in line["error"]["message"] for line in lines.values())
+
+
 def test_several_answers_are_told_one_by_one(tiny, tmp_path):
     form = {"json_schema": {"type": "boolean"}}
     lines, _ = answered(tmp_path, tiny, structured=form, sampling={"n": 3, "temperature": 1.0})
