@@ -299,12 +299,15 @@ def load_tokenizer(
 
     args = {"revision": source.revision or "main", "trust_remote_code": trust_remote_code, **(extra or {})}
     try:
-        return AutoTokenizer.from_pretrained(source.path, **args)
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **args)
     except Exception as error:  # tokenizers raises Exception itself, a tokenizer's own code anything
         if not args["trust_remote_code"] and brings_code(source):
             raise ConfigError(f'{key}: "{source.name}": its tokenizer {needs_code(trust_key)}') from error
         text = flat(error, 200)
         raise ConfigError(f'{key}: "{source.name}": its tokenizer cannot be loaded ({text})') from error
+    if isinstance(most := tokenizer.model_max_length, str):
+        raise ConfigError(f'{key}: "{source.name}": its tokenizer\'s model_max_length must be a number, not "{most}"')
+    return tokenizer
 
 
 # -- single bytes ----------------------------------------------------------------------------------

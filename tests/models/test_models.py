@@ -177,6 +177,7 @@ def test_remote_code_is_off_unless_asked_for(tmp_path):
         ("config.json", "hidden_size", "32", "its config cannot be read: .* expected int, got str"),
         ("config.json", "", [], "Unrecognized model"),
         ("tokenizer.json", "model", {"type": "Nope"}, "its tokenizer cannot be loaded"),
+        ("tokenizer_config.json", "model_max_length", "512", 'model_max_length must be a number, not "512"'),
         ("tokenizer_config.json", "", [], "its tokenizer cannot be loaded .'list' object"),
     ],
 )
