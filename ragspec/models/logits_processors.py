@@ -191,8 +191,8 @@ def asked_beyond_sampling(path: str, revision: str | None = None) -> list[str]:
 
     try:
         own = GenerationConfig.from_pretrained(path, revision=revision or "main").to_dict()
-    except OSError:
-        return []  # no such file
+    except (OSError, TypeError):
+        return []  # no such file, or no object in it
     known = {*SERVED, *STOCK_ONLY} - {"eos_token_id", "pad_token_id", "bos_token_id"}
     return sorted(key for key in known if _asks(key, own.get(key)))
 

@@ -187,9 +187,14 @@ def test_settings_of_how_generate_works_change_no_answer(asking, tiny, tiny_draf
     assert ids(answered(asking(**asked), method, engine="transformers", **drafts)[0]) == generated(tiny)
 
 
+def test_a_draft_models_own_kind_of_cache_is_not_used(asking, tiny):
+    draft = asking(cache_implementation="quantized")
+    assert ids(answered(tiny, "draft_model", engine="transformers", draft=draft)[0]) == generated(tiny)
+
+
 @pytest.mark.parametrize("method", ["none", "prompt_lookup"])
 def test_a_setting_that_generate_rejects_ends_the_run_in_one_line(asking, method):
-    with pytest.raises(ModelError, match=r"rejects the model's generation_config: .*Dola") as error:
+    with pytest.raises(ModelError, match=r"cannot answer a first prompt: .*Dola.*generation_config") as error:
         answered(asking(dola_layers="high"), method)
     assert "\n" not in str(error.value)
 
@@ -249,4 +254,6 @@ def test_what_a_model_asks_for_beyond_sampling_is_found_in_its_folder(asking, ti
     folder = asking(do_sample=True, temperature=0.6, no_repeat_ngram_size=2, num_beams=3, typical_p=1.0)
     assert asked_beyond_sampling(folder) == ["no_repeat_ngram_size", "num_beams"]
     assert asked_beyond_sampling(asking(forced_bos_token_id=1, min_length=0)) == ["forced_bos_token_id"]
+    assert asked_beyond_sampling(str(tmp_path)) == []
+    (tmp_path / "generation_config.json").write_text("null")
     assert asked_beyond_sampling(str(tmp_path)) == []

@@ -231,10 +231,11 @@ class Assistance:
         self._width = width_of(target.config)
         self._sampling_draft: Any = None  # a copy, since universal speculative sampling rewrites the draft's embeddings
         if spec.method != "none":
-            for model in (target, spec.draft_model):
-                # generate() takes what its config leaves open from the model's own
-                if model is not None and model.generation_config.cache_implementation != QUANTIZED:
-                    _with_growing_cache(model.generation_config)
+            # generate() takes what its config leaves open from the model's own
+            if target.generation_config.cache_implementation != QUANTIZED:
+                _with_growing_cache(target.generation_config)
+            if spec.draft_model is not None:
+                _with_growing_cache(spec.draft_model.generation_config)
             self._set_knobs((spec.draft_model if spec.draft else target).generation_config)
 
     def _set_knobs(self, knobs: Any) -> None:

@@ -88,7 +88,7 @@ class FormComplete(StoppingCriteria):  # type: ignore[misc]
 # -- backend ---------------------------------------------------------------------------------------
 # errors that a model's own code may raise for a padded prompt
 PADDING_ERRORS = (RuntimeError, IndexError, ValueError)
-# errors that generate() raises for settings of a generation_config that it cannot serve
+# errors that generate() raises for settings that it cannot serve, among others of a generation_config
 REFUSALS = (ValueError, TypeError, AssertionError, ImportError)
 log = logging.getLogger(__name__)
 LEFT_NOTE = "method auto answers greedy records without it from here on"
@@ -160,7 +160,10 @@ class StockBackend:
         try:
             self._call([Request(0, "warm-up", ids, sampling)], [None])
         except REFUSALS as error:
-            raise ModelError(f"generate() rejects the model's generation_config: {flat(error, 300)}") from error
+            raise ModelError(
+                f"generate() cannot answer a first prompt: {flat(error, 300)}; it may be a setting of the model's "
+                "generation_config, or of runner_args.generate_args"
+            ) from error
         self.clock = StockClock()
         if self._meter is not None:
             self._meter.outgrown = self._meter.unembedded = 0
