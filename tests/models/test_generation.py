@@ -187,6 +187,13 @@ def test_settings_of_how_generate_works_change_no_answer(asking, tiny, tiny_draf
     assert ids(answered(asking(**asked), method, engine="transformers", **drafts)[0]) == generated(tiny)
 
 
+def test_a_cache_that_drafts_do_without_is_told(asking, tiny):
+    outcomes, _, notes = answered(asking(cache_implementation="offloaded"), "prompt_lookup")
+    assert ids(outcomes) == generated(tiny)
+    assert "cache_implementation: offloaded has no effect in stock generate() with drafts" in notes
+    assert not [note for note in answered(tiny, "prompt_lookup", engine="transformers")[2] if "cache_impl" in note]
+
+
 def test_a_draft_models_own_kind_of_cache_is_not_used(asking, tiny):
     draft = asking(cache_implementation="quantized")
     assert ids(answered(tiny, "draft_model", engine="transformers", draft=draft)[0]) == generated(tiny)

@@ -201,6 +201,7 @@ def _fit_to_target(candidates: Any, logits: Any, length: int, width: int) -> tup
 # -- arguments of generate() -----------------------------------------------------------------------
 LOOKUP_TOKENS = 10  # transformers' own default
 QUANTIZED = "quantized"  # a cache_implementation
+UNTOUCHED = (None, "dynamic", "hybrid", QUANTIZED)  # those that drafts leave as they are, or that rule them out
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,14 @@ from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Generation, Request, Sampling, Tokenizer, record_seed
-from ragspec.runners.huggingface.assisted import AcceptanceMeter, Assistance, Comparison, Speculation, in_id_order
+from ragspec.runners.huggingface.assisted import (
+    UNTOUCHED,
+    AcceptanceMeter,
+    Assistance,
+    Comparison,
+    Speculation,
+    in_id_order,
+)
 from ragspec.stats import SpecStats
 from ragspec.structured.grammars import Grammars, Matcher, begin
 
@@ -139,6 +146,8 @@ class StockBackend:
         self._compared = Comparison(speculation.method) if speculation.method != "none" else None
         if speculation.method != "none":
             self._attach_meter()
+            if (kind := rules.config(Sampling()).cache_implementation) not in UNTOUCHED:
+                self.notes.append(f"cache_implementation: {kind} has no effect in stock generate() with drafts")
         self._assistance = Assistance(speculation, model)
 
     def _attach_meter(self) -> None:
