@@ -114,15 +114,24 @@ class Index:
     def _rows(self, search: Any, score: str, count: int, *, descending: bool) -> list[dict[str, Any]]:
         """Return the `count` best rows of a search; equal ones by id, as LanceDB returns them in no fixed order."""
         sign = -1 if descending else 1
+        count = min(count, self.rows)  # LanceDB refuses numbers that no index reaches
         with failing(self.uri, "searched"):
-            search = search.select([*COLUMNS, score])
             limit = count + 1
-            rows = search.limit(limit).to_list()
+            rows = search.select([*COLUMNS, score]).limit(limit).to_list()
             while len(rows) == limit < MOST_TIES and rows[count - 1][score] == rows[-1][score]:
                 limit = min(4 * limit, MOST_TIES)
-                rows = search.limit(limit).to_list()
-        rows.sort(key=lambda row: (sign * row[score], row["id"]))
-        return [_row(row, score) for row in rows[:count]]
+                rows = search.select(["id", score]).with_row_id(True).limit(limit).to_list()
+            rows.sort(key=lambda row: (sign * row[score], row["id"]))
+            rows = rows[:count]
+            if limit > count + 1:
+                rows = self._with_texts(rows)
+        return [_row(row, score) for row in rows]
+
+    def _with_texts(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return rows found without their texts, which are too many to read while most rows only tie with others."""
+        whole = self._table.take_row_ids([row["_rowid"] for row in rows]).select(COLUMNS).with_row_id().to_list()
+        by_row = {row["_rowid"]: row for row in whole}
+        return [row | by_row[row["_rowid"]] for row in rows]
 
 
 @contextmanager

@@ -438,7 +438,16 @@ def test_passages_that_match_equally_are_chosen_by_id_however_the_index_was_buil
     best = [f"{n:03}" for n in range(5)]
     for _ in range(6):
         retriever = Retriever(config(tmp_path, mode=mode, top_k=5))
-        assert [ids(hits) for hits in retriever.search(["ferry at noon", "ferry"])] == [best, best]
+        found = retriever.search(["ferry at noon", "ferry"])
+        assert [ids(hits) for hits in found] == [best, best]
+        assert [hit.document for hits in found for hit in hits] == [*best, *best]
+        assert {hit.passage.text for hits in found for hit in hits} == {"The ferry leaves at noon."}
+
+
+def test_more_passages_than_there_are_can_be_asked_for(tmp_path):
+    built(tmp_path)
+    retriever = Retriever(config(tmp_path, top_k=10**20))
+    assert sorted(ids(retriever.search(["water lamp owls mice"])[0])) == sorted(doc["id"] for doc in DOCS)
 
 
 def test_canonical_order_is_that_of_ids(tmp_path):
