@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
+from ragspec.models.checks import IncompleteError, refuse_incomplete
 from ragspec.models.resolve import ModelSource, brings_code, needs_code, resolve
 
 DEMO = "demo"
@@ -45,11 +47,31 @@ class Reranker:
 
     def __init__(self, name: str) -> None:
         self._model = _load("CrossEncoder", name, "retrieval.reranker_model")
+        self._name = name
+        _check_head(self._model, name)
 
     def scores(self, query: str, texts: Sequence[str]) -> list[float]:
         """Return a relevance score per text; higher is better."""
         pairs = [(query, text) for text in texts]
-        return [float(score) for score in self._model.predict(pairs, batch_size=BATCH, show_progress_bar=False)]
+        scores = [float(score) for score in self._model.predict(pairs, batch_size=BATCH, show_progress_bar=False)]
+        if any(map(math.isnan, scores)):
+            raise ConfigError(f'retrieval.reranker_model: "{self._name}": its scores are not numbers; use another')
+        return scores
+
+
+def _check_head(model: Any, name: str) -> None:
+    """Raise ConfigError for a reranker that does not give a pair one score, or whose head would be random numbers."""
+    where = f'retrieval.reranker_model: "{name}"'
+    if model.num_labels != 1:
+        raise ConfigError(f"{where}: gives {model.num_labels} scores, not one: a classifier; choose a reranker")
+    inner = model.model
+    if inner is None or inner.base_model is inner:  # sentence-transformers loads such heads whole
+        return
+    loaded = {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
+    try:
+        refuse_incomplete(*type(inner).from_pretrained(inner.name_or_path, **loaded))
+    except IncompleteError as error:
+        raise ConfigError(f"{where}: {error}; choose a reranker") from None
 
 
 def _load(kind: str, name: str, key: str) -> Any:
@@ -57,6 +79,8 @@ def _load(kind: str, name: str, key: str) -> Any:
         import sentence_transformers
     except ImportError:
         raise ConfigError(f'{key}: needs sentence-transformers: pip install "ragspec[retrieval]"') from None
+    from safetensors import SafetensorError
+
     from ragspec.host.quiet import quiet
 
     quiet()
@@ -66,7 +90,7 @@ def _load(kind: str, name: str, key: str) -> Any:
     try:
         model = getattr(sentence_transformers, kind)
         return model(path, trust_remote_code=False, model_kwargs={"use_safetensors": True})
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         if brings_code(ModelSource(name, path)):
             raise ConfigError(f'{key}: "{name}": {needs_code(None)}') from None
         raise ConfigError(

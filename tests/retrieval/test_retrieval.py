@@ -428,6 +428,34 @@ def test_a_reranker_orders_by_its_own_scores(tmp_path):
         Retriever(config(tmp_path, reranker_model="./nowhere"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("no head", "its weights lack 2 of the .* choose a reranker"),
+        ("two labels", "gives 2 scores, not one"),
+        ("damaged", "its scores are not numbers"),
+        ("cut off", "cannot be loaded as a CrossEncoder"),
+    ],
+)
+def test_what_is_no_reranker_orders_nothing(tmp_path, kind, why):
+    """Without a head, every run ordered the passages by other random scores."""
+    from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
+
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "water"]))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    shape = BertConfig(vocab_size=6, num_labels=2 if kind == "two labels" else 1, **sizes)
+    model = BertModel(shape) if kind == "no head" else BertForSequenceClassification(shape)
+    if kind == "damaged":
+        model.classifier.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "cross")
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "cross")
+    if kind == "cut off":
+        os.truncate(tmp_path / "cross" / "model.safetensors", 100)
+    built(tmp_path)
+    with pytest.raises(ConfigError, match=f"retrieval.reranker_model: .*{why}"):
+        Retriever(config(tmp_path, reranker_model=str(tmp_path / "cross"))).search(["water"])
+
+
 @pytest.mark.parametrize("mode", ["bm25", pytest.param("hybrid", marks=pytest.mark.wide)])
 def test_passages_that_match_equally_are_chosen_by_id_however_the_index_was_built(tmp_path, mode):
     """LanceDB returns equal ones in the order in which its threads found them."""
