@@ -136,9 +136,20 @@ def written_here(path: Path) -> bool:
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of such an output as output lines."""
+    """Yield the rows of such an output as output lines. Raises ConfigError for a row that is not whole."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        yield from map(line_of, csv.DictReader(file))
+        rows = csv.reader(file, strict=True)
+        try:
+            columns = next(rows, [])
+            for row in rows:
+                if row in ([], columns):  # an empty line; the header of a file that was appended
+                    continue
+                if len(row) != len(columns):
+                    raise csv.Error(f"it has {len(row)} cells, the header has {len(columns)}")
+                yield line_of(dict(zip(columns, row, strict=True)))
+        except csv.Error as error:
+            where = f"{path}:{rows.line_num}"
+            raise ConfigError(f"{where}: the row that ends here is not whole ({error}; cut off?)") from None
 
 
 def encoded(cells: Iterable[Any]) -> bytes:

@@ -48,6 +48,17 @@ def test_a_row_has_the_question_and_its_passages_where_they_are_asked_for(tmp_pa
     assert not {"query", "passages"} & set(rows(tmp_path / "b")[0])
 
 
+@pytest.mark.parametrize("torn", range(30, 300, 23))
+def test_half_a_row_is_not_read_as_an_answer(tmp_path, torn):
+    run(tmp_path)
+    answers = [line["output"] for line in answer_lines(str(tmp_path / "a.csv"))]
+    (tmp_path / "a.csv").write_bytes((tmp_path / "a.csv").read_bytes()[:-torn])
+    found = []
+    with pytest.raises(ConfigError, match=r"a.csv:\d+: the row that ends here is not whole .*cut off"):
+        found.extend(line["output"] for line in answer_lines(str(tmp_path / "a.csv")))
+    assert found == answers[: len(found)]
+
+
 @pytest.mark.parametrize("torn", range(1, 300, 23))
 def test_a_torn_row_is_answered_again(tmp_path, torn):
     run(tmp_path)
