@@ -81,7 +81,8 @@ def text_of(line: Mapping[str, Any]) -> str | None:
 def tokens_of(line: Mapping[str, Any]) -> int | None:
     """Return how many tokens a line's answers have, in either output format; None if it does not say."""
     if "response" not in line:
-        return line.get("output_tokens")
+        count = line.get("output_tokens")
+        return int(count) if isinstance(count, int | float) and float(count).is_integer() else None
     try:
         return int(line["response"]["body"]["usage"]["completion_tokens"])
     except (KeyError, TypeError, ValueError):

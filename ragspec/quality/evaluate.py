@@ -222,7 +222,7 @@ def evaluate(
         if missing := sum(bool(one.references) for one in own.graded.values()) - len(scores.get(JUDGED, {})):
             found.notes.append(f"the judge gave no verdict on {missing} answers")
     if against is not None and other is not None:
-        found.notes += [f"{against}: {note}" for note in _invalid(other)]
+        found.notes += [f"{against}: {note}" for note in (*_repeated(other), *_invalid(other))]
         found.other, found.pairs = against, len(own.graded.keys() & other.graded.keys())
         if own.ids.isdisjoint(other.ids):
             raise ConfigError(f"--against {against}: none of its records are in {answers}")
@@ -289,13 +289,16 @@ def _notes(answers: Answers) -> list[str]:
         )
     if answers.failed:
         notes.append(f"{len(answers.failed)} records failed, and are not scored ({_some(answers.failed)})")
-    if answers.repeated:
-        count = len(answers.repeated)
-        notes.append(f"{count} answers are replaced by later ones with the same id ({_some(answers.repeated)})")
-    notes += _invalid(answers)
+    notes += _repeated(answers) + _invalid(answers)
     if not has_rouge():
         notes.append('rougeL needs rouge-score: pip install "ragspec[quality]"')
     return notes
+
+
+def _repeated(answers: Answers) -> list[str]:
+    """Return the note on answers that are not scored because later ones have their ids, if there are any."""
+    count, ids = len(answers.repeated), _some(answers.repeated)
+    return [f"{count} answers are replaced by later ones with the same id ({ids})"] if count else []
 
 
 def _invalid(answers: Answers) -> list[str]:

@@ -112,7 +112,7 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
             continue
         if name in answers.graded:
             answers.repeated.append(name)
-        source = _metadata(line) if given is None else given.get(name, {})
+        source = metadata_of(line) if given is None else given.get(name, {})
         answers.graded[name] = _graded(text, line, source, pattern)
     if not answers.graded and not answers.failed:
         raise ConfigError(f"{path}: contains no answers")
@@ -154,7 +154,8 @@ def references_of(source: Mapping[str, Any], *, as_text: bool = False) -> tuple[
 
 def _graded(text: str, line: Any, source: Mapping[str, Any], refusal: re.Pattern[str]) -> Graded:
     references, problem = references_of(source, as_text=is_itself_json(text, line))
-    contexts = [str(each) for each in line.get("contexts") or []]
+    named = line.get("contexts")
+    contexts = [str(each) for each in named] if isinstance(named, list) else []
     gold, unread = _gold_of(source)
     formatted = {name for reference in references for name in numbered(reference, _by_rank(source, contexts))}
     said = said_in(text, line)
@@ -237,7 +238,7 @@ def _by_id(given: InputConfig | str) -> tuple[dict[str, dict[str, Any]], int]:
         for row in source:
             where = source.where(row.number)
             value = json_object(row.value, where)
-            value = {**_metadata(value), **value}
+            value = {**metadata_of(value), **value}
             if any(is_text(value.get(key)) for key in REFERENCES) and (problem := references_of(value)[1]):
                 raise ConfigError(f"{where}: {problem}")  # a printed list: all records of the file have one
             unnamed += id_of(value) is None
@@ -263,6 +264,7 @@ def _conflict(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return next((what for what, mine, others in pairs if mine and others and mine != others), "")
 
 
-def _metadata(line: Mapping[str, Any]) -> dict[str, Any]:
+def metadata_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line's metadata, {} where another program made something else of it."""
     found = line.get("metadata")
     return found if isinstance(found, dict) else {}

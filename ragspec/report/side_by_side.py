@@ -18,7 +18,7 @@ from ragspec.errors import ConfigError
 from ragspec.host.files import is_among, write_whole
 from ragspec.inputs.storage import advising
 from ragspec.outputs.reader import OUTPUT_HINT, answers_in, text_of, tokens_of
-from ragspec.quality.graded import is_itself_json, references_of, said_in
+from ragspec.quality.graded import is_itself_json, metadata_of, references_of, said_in
 from ragspec.quality.metrics import f1
 from ragspec.report.page import style, template
 
@@ -54,11 +54,15 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """All records that both runs answered. names: of the outputs. alone: records that only one run answered."""
+    """All records that both runs answered. names: of the outputs. alone: records that only one run answered.
+
+    replaced: answers that a later line with the same id replaced.
+    """
 
     names: tuple[str, str]
     pairs: list[Pair]
     alone: int = 0
+    replaced: int = 0
 
     @property
     def verdict(self) -> str:
@@ -66,6 +70,8 @@ class Pairs:
         said = f"{sum(pair.same for pair in self.pairs)} of {len(self.pairs)} answers are the same"
         if self.alone:
             said += f" ({self.alone} more in only one of the runs)"
+        if self.replaced:
+            said += f" ({self.replaced} are replaced by later ones with the same id)"
         means = [_mean([pair.sides[side].f1 for pair in self.pairs]) for side in (0, 1)]
         if None in means:
             return said
@@ -98,18 +104,22 @@ def write_pairs(one: str, other: str, path: Path) -> Pairs:
 def pairs_of(one: str, other: str) -> Pairs:
     """Return the answers of two outputs to the same records."""
     with advising(f"ANSWERS {OUTPUT_HINT}", [one, other]):
-        lines, others = (
-            {name: line for name, text, line in answers_in(path) if text is not None} for path in (one, other)
-        )
+        (lines, replaced), (others, replaced_too) = map(_by_id, (one, other))
     shared = [name for name in lines if name in others]
     if not shared:
         raise ConfigError(f"{other}: none of its records are in {one}")
     pairs = [_pair(name, lines[name], others[name]) for name in shared]
-    return Pairs((one, other), pairs, len(lines.keys() ^ others.keys()))
+    return Pairs((one, other), pairs, len(lines.keys() ^ others.keys()), replaced + replaced_too)
+
+
+def _by_id(path: str) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the lines with an answer by id, and how many a later one replaced."""
+    answered = [(name, line) for name, text, line in answers_in(path) if text is not None]
+    return dict(answered), len(answered) - len({name for name, _ in answered})
 
 
 def _pair(name: str, line: dict[str, Any], other: dict[str, Any]) -> Pair:
-    metadata = {**(other.get("metadata") or {}), **(line.get("metadata") or {})}
+    metadata = {**metadata_of(other), **metadata_of(line)}
     references, _ = references_of(metadata)
     question = line.get("query") or other.get("query") or metadata.get("query") or metadata.get("question") or ""
     texts = (str(text_of(line)), str(text_of(other)))

@@ -146,6 +146,9 @@ def test_of_two_answers_with_one_id_the_last_counts_and_a_note_says_so(tmp_path)
         "1 of 2 answers have no reference, and are not scored against one (b)",
         "1 answers are replaced by later ones with the same id (a)",
     ]
+    other = write_jsonl(tmp_path / "other.jsonl", new)
+    compared = evaluate(other, against=str(tmp_path / "out.jsonl"))
+    assert f"{tmp_path / 'out.jsonl'}: 1 answers are replaced by later ones with the same id (a)" in compared.notes
 
 
 def test_structured_answers_that_are_not_valid_are_counted(tmp_path):
@@ -345,6 +348,21 @@ def test_metadata_of_another_kind_holds_no_reference(tmp_path, metadata):
     found = evaluate(write_jsonl(tmp_path / "out.jsonl", [{"id": "q0", "output": "x", "metadata": metadata}]))
     assert "f1" not in found.scores
     assert any("1 of 1 answers have no reference" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"output_tokens": "many"}, {"output_tokens": float("nan")}, {"contexts": 5}, {"contexts": "d3"}]
+)
+def test_a_field_that_another_program_changed_costs_its_score_only(tmp_path, changed):
+    import pyarrow
+    import pyarrow.parquet
+
+    line = {"id": "a", "output": "salt [3]", "metadata": '{"reference": "salt [3]"}'} | changed
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([line]), tmp_path / "out.parquet")
+    found = evaluate(str(tmp_path / "out.parquet"))
+    assert found.scores["exact_match"].mean == 100.0
+    assert "output_tokens" not in found.scores
+    assert found.by_record["citation_precision"] == {"a": 100.0}, "the passage is numbered, as in the reference"
 
 
 def as_cells(path, *records):

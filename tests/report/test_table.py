@@ -106,6 +106,19 @@ def test_answers_of_one_run_alone_are_counted(answers, tmp_path):
     assert "in only one" not in pairs_of(*answers).verdict
 
 
+def test_answers_that_a_later_line_replaces_are_counted(answers, tmp_path):
+    twice = write_jsonl(tmp_path / "twice.jsonl", [*read_jsonl(answers[1]), *read_jsonl(answers[1])[:1]])
+    assert "(1 are replaced by later ones with the same id)" in pairs_of(twice, answers[0]).verdict
+    assert "replaced" not in pairs_of(*answers).verdict
+
+
+@pytest.mark.parametrize("metadata", [5, ["a"], "a text"])
+def test_metadata_of_another_kind_holds_no_reference(tmp_path, metadata):
+    one = write_jsonl(tmp_path / "one.jsonl", [{"id": "a", "output": "salt", "metadata": metadata}])
+    (pair,) = pairs_of(one, one).pairs
+    assert (pair.reference, pair.question, pair.same) == ("", "", True)
+
+
 @pytest.mark.parametrize(
     ("parsed", "reference"),
     [({"answer": "Ann Smith", "sources": ["d1"]}, "Ann Smith"), (["Ann", "Bob"], '["Ann", "Bob"]')],
