@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ NUMBERS = {"prompt_tokens", "output_tokens", "latency_s"}
 NEEDED = {"id", "output", "error", "details", "fingerprint"}  # columns without which a row loses something
 AS_JSON = {"contexts", "passages", "metadata", "error", "details"}
 EMPTY: dict[str, Any] = {"contexts": [], "passages": [], "metadata": {}}  # of answers, where their cell is empty
+ROW_END = re.compile(rb",[0-9a-f]{24}\r?\n")  # a fingerprint in the last column
 csv.field_size_limit(256 << 20)
 
 
@@ -87,7 +89,17 @@ class CsvFile(Appended):
         for begin, row in self:
             end = begin + len(row)
         if end < self.size:
+            self._check_torn(end)
             self._file.truncate(end)
+
+    def _check_torn(self, begin: int) -> None:
+        """Raise ConfigError if whole rows are behind `begin`: then a quote was left open there, not a row."""
+        if ROW_END.search(self.read(begin, self.size - begin)):
+            line = self.read(0, begin).count(b"\n") + 1
+            raise ConfigError(
+                f"{self.path}:{line}: a quote that opens in this row is never closed, and there are rows behind it "
+                "(edited?); correct it, choose another --output, or start over with --no-resume"
+            )
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield each complete row, the header too, with its offset. Rows end where csv.reader ends them."""

@@ -48,6 +48,18 @@ def test_a_row_has_the_question_and_its_passages_where_they_are_asked_for(tmp_pa
     assert not {"query", "passages"} & set(rows(tmp_path / "b")[0])
 
 
+def test_rows_behind_an_open_quote_are_not_removed(tmp_path):
+    """A quote that a hand opens makes one row of all that follow, which looks like a torn last row."""
+    run(tmp_path, [{"id": f"q{i}", "prompt": "Why?"} for i in range(6)])
+    whole = [{**row, "output": "Ann.", "details": ""} for row in rows(tmp_path)]  # no cell needs quotes
+    edited = encoded(whole[0]) + b"".join(encoded(row.values()) for row in whole)
+    edited = edited.replace(b"\nq2,", b'\nq2,"', 1)
+    (tmp_path / "a.csv").write_bytes(edited)
+    with pytest.raises(ConfigError, match=r"a.csv:4: a quote that opens in this row is never closed"):
+        run(tmp_path, [{"id": f"q{i}", "prompt": "Why?"} for i in range(6)])
+    assert (tmp_path / "a.csv").read_bytes() == edited
+
+
 @pytest.mark.parametrize("torn", range(30, 300, 23))
 def test_half_a_row_is_not_read_as_an_answer(tmp_path, torn):
     run(tmp_path)
