@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ragspec.errors import ConfigError
 from ragspec.inputs.record_ids import KeySet
 from ragspec.outputs.base import Change
 from ragspec.outputs.codecs import Codec
@@ -104,7 +105,10 @@ class Parts:
                     return []
                 self._folder.put(name, data)
         except ValueError as error:
-            raise OSError(errno.EIO, str(error), name) from None
+            raise ConfigError(
+                f"{name}: a part of the output: {error}; delete that part, whose records are then answered again, or "
+                "choose another --output"
+            ) from None
         self._parts[name] = _part(name, found, data)
         return found
 

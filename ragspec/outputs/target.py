@@ -261,6 +261,11 @@ class PartsTarget:
         self.state = RunState(self.name, state)
 
     def open(self) -> Parts:
+        if any(path.is_file() for path in self._own.values()):
+            raise ConfigError(
+                f"{self.name}: is a file, and this run would write a folder of parts; remove the file, or choose "
+                "another --output"
+            )
         names = set(self._folder.names())
         if parts.OLDER_STATE in names and parts.STATE not in names and any(map(parts.NAME.fullmatch, names)):
             raise ConfigError(

@@ -238,8 +238,19 @@ def test_a_part_that_is_there_with_other_lines_is_another_runs(place):
 def test_a_damaged_part_is_named(place):
     write(place, "a/", "a")
     place.put("a/part-00000.jsonl.zst", b"\x28\xb5\x2f\xfdjunk")
-    with pytest.raises(ConfigError, match=r"part-00000.jsonl.zst: .*the compressed data is damaged"):
+    with pytest.raises(ConfigError, match=r"part-00000.jsonl.zst: .*compressed data is damaged .*delete that part"):
         journal(place, "a/")
+    place.delete("a/part-00000.jsonl.zst")
+    with journal(place, "a/") as sink:
+        assert sink.ledger.resumed == 0, "its records are answered again"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n"])
+def test_a_file_where_the_folder_would_be_is_named(tmp_path, content):
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a.parquet: is a file, and this run would write a folder of parts"):
+        Journal(OutputConfig(path=str(tmp_path / "a.parquet")), IDENTITY)
+    assert (tmp_path / "a.parquet").read_bytes() == content
 
 
 def test_two_runs_on_this_machine_cannot_write_one_output(place):
