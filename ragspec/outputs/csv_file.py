@@ -52,15 +52,16 @@ class CsvFile(Appended):
 
     def finished(self, drop: Drop | None = None) -> Iterator[Finished]:
         """Remove a partial last row and the rows to `drop`, and yield what the others finish."""
-        self.cut_torn_line()
-        rows = iter(self)
-        self._header = next(rows, (0, self._header))[1]
+        self._header = next(iter(self), (0, self._header))[1]
         self._columns = decoded(self._header.removeprefix(BOM_UTF8))
         if lost := sorted(NEEDED - set(self._columns)):
             raise ConfigError(
                 f"{self.path}: its header is no longer ragspec's ({lost[0]} is missing; edited in a spreadsheet?); "
                 "choose another --output, or start over with --no-resume"
             )
+        self.cut_torn_line()
+        rows = iter(self)
+        next(rows, None)
         if drop is not None:
             kept = [row for _, row in rows if not drop(self._finished(row))]
             self.replace([self._header, *kept] if self.size else [])

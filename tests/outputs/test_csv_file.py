@@ -60,6 +60,15 @@ def test_rows_behind_an_open_quote_are_not_removed(tmp_path):
     assert (tmp_path / "a.csv").read_bytes() == edited
 
 
+@pytest.mark.parametrize("content", [b"id,answer\nq0,Ann", "id,output\nq0,Ann\n".encode("utf-16")])
+def test_a_file_whose_header_is_not_ours_stays_as_it_is(tmp_path, content):
+    run(tmp_path)
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match="its header is no longer ragspec's"):
+        run(tmp_path)
+    assert (tmp_path / "a.csv").read_bytes() == content
+
+
 @pytest.mark.parametrize("torn", range(30, 300, 23))
 def test_half_a_row_is_not_read_as_an_answer(tmp_path, torn):
     run(tmp_path)
