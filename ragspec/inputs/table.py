@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 from ragspec.errors import ConfigError, RecordError, flat
+from ragspec.inputs.arrow_offsets import damaged_rows
 from ragspec.inputs.base import SECOND, InputRow, NumberedRows, day, duration, time_of_day, timestamp
 from ragspec.inputs.columns import Columns, listed
 from ragspec.inputs.content import DAMAGES, Stream, failure_reason
@@ -104,8 +105,9 @@ class TableSource(NumberedRows):
                 raise ConfigError(f"{self.where(number + 1)}: cannot be read ({flat(error, 160)})") from None
             if batch is None:
                 return
+            damaged = damaged_rows(batch) if self._kind == "arrow" else set()  # Parquet has no offsets
             for at in range(0, batch.num_rows, BATCH):
-                for value in values_of(batch.slice(at, BATCH)):
+                for value in values_of(batch.slice(at, BATCH), {row - at for row in damaged}):
                     number += 1
                     yield self._row(number, value)
 
@@ -123,18 +125,25 @@ def arrow(path: str) -> Any:
     return pyarrow
 
 
-def values_of(batch: Any) -> Iterator[Any]:
-    """Yield the rows of a record batch or table; a row that Python cannot hold (invalid UTF-8) is a RecordError."""
+def values_of(batch: Any, damaged: Collection[int] = ()) -> Iterator[Any]:
+    """Yield the rows of a record batch or table; a row that Python cannot hold (invalid UTF-8) is a RecordError.
+
+    damaged: rows that must not be read.
+    """
     from pyarrow import ArrowException
 
-    try:
-        yield from _to_rows(batch)
-    except (ValueError, OverflowError, ArrowException):
-        for at in range(batch.num_rows):
-            try:
-                yield from _to_rows(batch.slice(at, 1))
-            except (ValueError, OverflowError, ArrowException) as error:
-                yield RecordError(f"cannot be read ({flat(error, 160)})")
+    with suppress(ValueError, OverflowError, ArrowException):
+        if not any(row in damaged for row in range(batch.num_rows)):
+            yield from _to_rows(batch)
+            return
+    for at in range(batch.num_rows):
+        if at in damaged:
+            yield RecordError("cannot be read (its offsets, which say where its texts and lists are, are damaged)")
+            continue
+        try:
+            yield from _to_rows(batch.slice(at, 1))
+        except (ValueError, OverflowError, ArrowException) as error:
+            yield RecordError(f"cannot be read ({flat(error, 160)})")
 
 
 def repeated_name(schema: Any) -> str | None:
