@@ -9,8 +9,9 @@ from statistics import mean, median
 from typing import Any
 
 from ragspec.config.sections import RetrievalConfig
-from ragspec.errors import ConfigError
+from ragspec.errors import ConfigError, RecordError
 from ragspec.inputs.base import InputRow
+from ragspec.inputs.values import id_text
 from ragspec.records import Passage
 from ragspec.retrieval.embedding import Embedder, Reranker
 from ragspec.retrieval.index import Index, searched
@@ -86,6 +87,16 @@ CUTS = (5, 10)
 DEPTH = 50  # passages per query, as several may be of one document
 
 
+def _gold_of(value: dict[str, Any]) -> set[str]:
+    """Return the ids of a row's gold documents as the index has them; a single id needs no list."""
+    given = value.get(GOLD)
+    try:
+        ids = map(id_text, given if isinstance(given, list) else [given])
+        return {name for name in ids if name is not None}
+    except RecordError:
+        return set()
+
+
 def evaluate(rows: Iterable[InputRow], retriever: Retriever) -> dict[str, Any]:
     """Return recall at 5 and 10, MRR at 10, the number of queries, and the median milliseconds per query.
 
@@ -96,15 +107,14 @@ def evaluate(rows: Iterable[InputRow], retriever: Retriever) -> dict[str, Any]:
     ranks, times, left_out = [], [], 0
     for row in rows:
         value = row.value
-        gold = value.get(GOLD) if isinstance(value, dict) else None
-        if not (isinstance(gold, list) and gold and isinstance(value.get("query"), str) and value["query"].strip()):
+        wanted = _gold_of(value) if isinstance(value, dict) else set()
+        if not (wanted and isinstance(value.get("query"), str) and value["query"].strip()):
             left_out += 1
             continue
         started = time.perf_counter()
         hits = retriever.search([value["query"]], DEPTH)[0]
         times.append(1000 * (time.perf_counter() - started))
         ranked = list(dict.fromkeys(hit.document for hit in sorted(hits, key=lambda hit: -(hit.passage.score or 0))))
-        wanted = {str(name) for name in gold}
         for cut, found in recalls.items():
             found.append(len(wanted.intersection(ranked[:cut])) / len(wanted))
         ranks.append(next((1 / rank for rank, name in enumerate(ranked[: max(CUTS)], 1) if name in wanted), 0.0))

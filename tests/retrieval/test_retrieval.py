@@ -628,6 +628,14 @@ def command(*args, input=None):
     )
 
 
+@pytest.mark.parametrize(("gold", "counts"), [([7.0], True), (7, True), ("7", True), ([None], False), (True, False)])
+def test_gold_documents_are_named_as_ids_are_everywhere(tmp_path, gold, counts):
+    built(tmp_path, [{"id": 7, "text": "The keeper trims the lamp."}, {"id": "owl", "text": "Owls hunt mice."}])
+    given = [{"query": "lamp", "gold_doc_ids": gold}, {"query": "mice", "gold_doc_ids": ["owl"]}]
+    found = evaluate([InputRow(n, b"", row) for n, row in enumerate(given, 1)], Retriever(config(tmp_path)))
+    assert (found["recall@5"], found["queries"], found.get("left_out", 0)) == (1.0, 1 + counts, 1 - counts)
+
+
 def test_the_commands_make_a_pipeline(tmp_path):
     (tmp_path / "a.md").write_text("# Pumps\n\nA pump that runs dry is damaged.")
     (tmp_path / "b.pdf").write_bytes(b"no pdf")
