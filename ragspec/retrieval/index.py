@@ -140,7 +140,10 @@ def failing(uri: str, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f'retrieval.index: "{uri}": cannot be {what} ({flat(error, 200)})') from error
+        raise ConfigError(
+            f'retrieval.index: "{uri}": cannot be {what} ({flat(error, 200)}); if it is damaged, delete it and run '
+            "`ragspec index` again"
+        ) from error
 
 
 def open_table(database: Any) -> Any:
