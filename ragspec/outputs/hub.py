@@ -196,7 +196,7 @@ def _written(answers: str, to: Destination, folder: Path) -> tuple[Counts, dict[
     try:
         with advising("ANSWERS takes the output of a run", [answers]):
             for line in map(native, answer_lines(answers)):
-                if "id" not in line or ("output" not in line and "error" not in line):
+                if line.get("id") is None or (line.get("output") is None and line.get("error") is None):
                     raise ConfigError(f"{answers}: not an output of ragspec: its lines need id and output")
                 counts.add(line)
                 waiting.append(dumps(line))

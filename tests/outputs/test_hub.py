@@ -11,7 +11,7 @@ import pytest
 
 from ragspec.config.load import build_config
 from ragspec.errors import ConfigError
-from ragspec.outputs.hub import Destination, card_with
+from ragspec.outputs.hub import Destination, _written, card_with
 from ragspec.run.generate import generate
 from tests.conftest import ROOT, write_jsonl
 from tests.hub import READ_TOKEN, TOKEN, hub_server
@@ -178,6 +178,13 @@ def test_a_push_beside_somebody_elses_commit_changes_nothing(tmp_path, hub):
     hub.before = lambda *_: None
     assert push(hub, answers, "me/answers").returncode == 0
     assert hub.head("me/answers")["files"]["notes.md"] == b"theirs"
+
+
+@pytest.mark.parametrize("line", [{"id": None, "output": "Ann."}, {"id": "a", "output": None, "error": None}])
+def test_a_line_without_an_id_or_an_answer_is_not_pushed(tmp_path, line):
+    answers = write_jsonl(tmp_path / "a.jsonl", [{"id": "q0", "output": "Ann."}, line])
+    with pytest.raises(ConfigError, match="its lines need id and output"):
+        _written(answers, Destination("me/answers"), tmp_path)
 
 
 def test_what_cannot_be_pushed_is_said_in_a_line(tmp_path, hub):
