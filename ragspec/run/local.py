@@ -10,12 +10,13 @@ The runner pulls everything: rows, prompts and output lines.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from os import PathLike
 from typing import Any, Self
+from weakref import finalize
 
 from ragspec.config.load import config_of, load_config
 from ragspec.config.run import RunConfig
@@ -192,7 +193,8 @@ class Pipeline:
         config = checked_config(config)
         self._redact = config.redactor()
         self.summary = RunSummary()
-        self._answering = False
+        self._running: list[Generator[Answer]] = []  # of the iterator that is neither exhausted nor closed
+        finalize(self, _close, self._running)  # at the interpreter's end, while modules are whole
         self._loaded = False
         with self._redact.over_errors():
             self._session = prepare(config)
@@ -202,6 +204,7 @@ class Pipeline:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        _close(self._running)
         self._loaded = False
         self._session.runner.__exit__(*exc)
 
@@ -235,7 +238,7 @@ class Pipeline:
         remember(config, took, downloaded=downloaded)
 
     def close(self) -> None:
-        """Free the model, if it is loaded. The next answer loads it again."""
+        """Free the model, if it is loaded. The next answer loads it again; an iterator over answers is over."""
         if self._loaded:
             self.__exit__(None, None, None)
 
@@ -287,8 +290,8 @@ class Pipeline:
             `output`.
 
         Raises:
-            ConfigError: The iterator of an earlier call is neither exhausted nor closed, or `records` is a text or a
-                data frame.
+            ConfigError: The iterator of an earlier call is neither exhausted nor closed, `records` is a text or a
+                data frame, or the pipeline is closed before the iterator is exhausted.
         """
         if isinstance(records, str):
             raise ConfigError("records: must be records, not a text; ask() answers a question, generate() reads a file")
@@ -300,17 +303,19 @@ class Pipeline:
             )
         if isinstance(records, Mapping):
             records = [records]
-        if self._answering:
+        if self._running:
             raise ConfigError("a pipeline answers one input at a time: exhaust the earlier iterator, or close() it")
-        self._answering = True
+        self.load()
+        found = self._answers(records, hear)
+        self._running.append(found)
         try:
-            self.load()
-            found = self._answers(records, hear)
             yield from bar_over(found, len(records) if isinstance(records, Sized) else None) if progress else found
+            if not self._running:
+                raise ConfigError("the pipeline was closed before all records were answered")
         finally:
-            self._answering = False
+            _close(self._running)
 
-    def _answers(self, records: Iterable[Any], hear: HearAnswer | None) -> Iterator[Answer]:
+    def _answers(self, records: Iterable[Any], hear: HearAnswer | None) -> Generator[Answer]:
         config = self._session.config
         sink = MemorySink()
         with (
@@ -324,6 +329,12 @@ class Pipeline:
                 yield from map(Answer, sink.take())
         self.summary.notes += self._session.notes()
         yield from map(Answer, sink.take())
+
+
+def _close(running: list[Generator[Answer]]) -> None:
+    """Close iterators over answers, and forget them."""
+    while running:
+        running.pop().close()
 
 
 def checked_config(config: RunConfig | Mapping[str, Any] | str | PathLike[str]) -> RunConfig:

@@ -26,6 +26,24 @@ def test_a_pipeline_needs_no_with_and_no_load_config():
     assert [answer["id"] for answer in pipeline.answers([{"query": "a"}, {"query": "b"}])] == ["1", "2"]
 
 
+def test_an_iterator_ends_with_its_pipeline():
+    pipeline = ragspec.Pipeline(FAKE)
+    answers = pipeline.answers([{"query": "a"}, {"query": "b"}])
+    assert next(answers)["output"]
+    pipeline.close()
+    with pytest.raises(ConfigError, match="closed before all records were answered"):
+        next(answers)
+    assert len(list(pipeline.answers([{"query": "a"}, {"query": "b"}]))) == 2
+
+
+def test_a_script_may_end_beside_an_open_iterator():
+    """One in builtins is there longest, when modules are no longer whole."""
+    answers = f"ragspec.Pipeline({FAKE}).answers([dict(query=x) for x in 'ab'])"
+    script = f"import builtins, ragspec; builtins.answers = {answers}; next(answers)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_pipeline_takes_the_path_of_a_config(tmp_path):
     (tmp_path / "c.yaml").write_text("runner: fake\n")
     assert ragspec.Pipeline(tmp_path / "c.yaml").ask("Who?")["output"]
