@@ -52,8 +52,8 @@ class Graded:
 class Answers:
     """A run's answers by record id.
 
-    failed: ids of error lines. repeated: ids of answers that a later line with the same id replaced. unnamed: records
-    of the references that have no id, so that their numbers stand for it.
+    failed: ids that only error lines have. repeated: ids of answers that a later line with the same id replaced.
+    unnamed: records of the references that have no id, so that their numbers stand for it.
     """
 
     graded: dict[str, Graded] = field(default_factory=dict)
@@ -101,19 +101,22 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
     paths = references.path if isinstance(references, InputConfig) else [references] if references else []
     with advising("--references takes a file of records that have a reference", paths):
         given, unnamed = _by_id(references) if references else (None, 0)
+    if given == {}:
+        raise ConfigError(f"--references {references}: contains no records")
     try:
         pattern = re.compile(refusal, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(f"--refusal: not a regular expression: {error}") from None
-    answers = Answers(unnamed=unnamed)
+    answers, failed = Answers(unnamed=unnamed), dict[str, None]()
     for name, text, line in answers_in(path):
         if text is None:
-            answers.failed.append(name)
+            failed[name] = None
             continue
         if name in answers.graded:
             answers.repeated.append(name)
         source = metadata_of(line) if given is None else given.get(name, {})
         answers.graded[name] = _graded(text, line, source, pattern)
+    answers.failed = [name for name in failed if name not in answers.graded]
     if not answers.graded and not answers.failed:
         raise ConfigError(f"{path}: contains no answers")
     if given and answers.graded and answers.graded.keys().isdisjoint(given):

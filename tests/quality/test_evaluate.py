@@ -284,6 +284,22 @@ def test_references_of_other_records_are_one_line(tmp_path, more, message):
     assert re.search(message, str(done.exception))
 
 
+def test_references_without_records_are_refused(tmp_path):
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": "a", "output": "salt", "metadata": {}}])
+    with pytest.raises(ConfigError, match=r"--references .*empty.jsonl: contains no records"):
+        evaluate(out, references=write_jsonl(tmp_path / "empty.jsonl", []))
+
+
+def test_a_record_with_an_answer_has_not_failed(tmp_path):
+    """It has an error line of an earlier run, or of a later one."""
+    answered = {"id": "a", "output": "salt", "metadata": {"reference": "salt"}}
+    lines = [{"id": "a", "error": "no"}, answered, {"id": "b", "error": "no"}, {"id": "b", "error": "no"}]
+    for given in (lines, lines[::-1]):
+        found = evaluate(write_jsonl(tmp_path / "out.jsonl", given))
+        assert (found.failed, found.scores["failed"].mean) == (1, 50.0)
+        assert found.notes == ["1 records failed, and are not scored (b)"]
+
+
 @pytest.mark.parametrize(
     "answers",
     [{"text": ["salt", "NaCl"], "answer_start": [3, 4]}, [{"text": "salt", "answer_start": 3}], {"text": "salt"}],
