@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ragspec.engine.constraint import Constraint, Masks
-from ragspec.engine.model.result import StepResult
+from ragspec.engine.model.result import NOT_A_NUMBER, StepResult, best_tokens
 from ragspec.engine.processing import Positions, processed
 from ragspec.engine.request_state import ScheduledRequest
 from ragspec.engine.sampling import SampledDraft, agreement, draw, reject
@@ -62,6 +62,8 @@ def needs_logits(work: Sequence[ScheduledRequest]) -> bool:
 def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Constraint) -> StepOutput:
     """Return each request's tokens, up to and including the target's first disagreement with the draft.
 
+    The last is NOT_A_NUMBER where logits are not numbers.
+
     result: of the sum of wanted tokens, request after request. constraint: applies grammars.
     """
     if not needs_logits(work):
@@ -105,7 +107,7 @@ def _choose(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None, 
             (greedy if row.greedy else penalized).append(place)
     chosen = _choose_best(greedy, logits, constraint) if greedy else {}
     for several in _batches(penalized, logits):
-        chosen |= _parted(several, _processed(several, logits, masks).argmax(-1).tolist())
+        chosen |= _parted(several, best_tokens(_processed(several, logits, masks)).tolist())
     for several in _batches(sampled, logits):
         noise = [uniform for place in several for uniform in place.noise()]
         chosen |= _parted(several, draw(_probabilities(several, logits, masks), noise))
@@ -118,11 +120,11 @@ def _choose(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None, 
 
 def _choose_best(places: Sequence[Place], logits: torch.Tensor, constraint: Constraint) -> Chosen:
     """Return the best tokens that grammars allow."""
-    best: list[int] = logits.argmax(-1).tolist()
+    best: list[int] = best_tokens(logits).tolist()
     chosen = {}
     for place in places:
         mine, grammar = best[place.at : place.end], place.item.row.grammar
-        if grammar is None:
+        if grammar is None or NOT_A_NUMBER in mine:
             chosen[place.at] = place.agreed(mine)
         else:
             guesses = place.item.draft.token_ids
@@ -167,7 +169,7 @@ def _note_logprobs(places: Sequence[Place], chosen: Chosen, logits: torch.Tensor
     asked: dict[int, list[Place]] = {}
     for place in places:
         most = place.item.row.request.sampling.logprobs
-        if most is not None:
+        if most is not None and chosen[place.at][-1] != NOT_A_NUMBER:
             asked.setdefault(most, []).append(place)
     for most, several in asked.items():
         for part in _batches(several, logits):

@@ -22,7 +22,7 @@ from ragspec.engine.constraint import Constraint
 from ragspec.engine.drafting import Drafting
 from ragspec.engine.kv.budget import KvBudget
 from ragspec.engine.model.forward import Model
-from ragspec.engine.model.result import StepResult
+from ragspec.engine.model.result import NOT_A_NUMBER, StepResult
 from ragspec.engine.notes import Notes
 from ragspec.engine.oom_policy import OomPolicy
 from ragspec.engine.profiler import Clock, StepTimer
@@ -31,7 +31,7 @@ from ragspec.engine.request_state import RequestState, ScheduledRequest, Start
 from ragspec.engine.scheduler import PrefixGroups, Scheduler, new_row
 from ragspec.engine.step_ahead import StepAhead, start_ahead
 from ragspec.engine.stored_prefixes import StoredPrefixes
-from ragspec.models.logits_processors import Processors
+from ragspec.models.logits_processors import NO_NUMBERS, Processors
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
 from ragspec.records import Failure, Generation, Request, Tokenizer
@@ -405,6 +405,10 @@ class Engine:
         if not item.writes:
             row.computed += len(item.token_ids)
             return 0
+        if token_ids[-1] == NOT_A_NUMBER:
+            self._fail(row)
+            finished.append(row)
+            return 0
         at, room = row.written, row.room
         kept = self._within(row, token_ids[:room])
         row.tokens += kept
@@ -421,6 +425,11 @@ class Engine:
         if restart is not None and row.base <= restart < len(row.tokens):
             row.base, row.computed = len(row.tokens), 0
         return len(kept) if item.decodes else 0
+
+    def _fail(self, row: RequestState) -> None:
+        """End an answer whose logits are not numbers, and erase what would make those of later rows none either."""
+        row.problem, row.reason, row.computed = NO_NUMBERS, "error", 0  # it lends no prefix
+        self._model.cache.erase(row.place)
 
     def _follow(self, row: RequestState, kept: list[int]) -> None:
         """Advance the row's grammar; end the answer if nothing may follow."""

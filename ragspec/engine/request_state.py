@@ -54,6 +54,7 @@ class RequestState:
     spec: SpecStats = field(default_factory=SpecStats)
     first_at: float | None = None
     reason: str = ""  # why the answer has ended, "" if it has not
+    problem: str = ""  # why it has failed, "" if it has not
     guessed: bytearray = field(default_factory=bytearray)  # per token of the answer: 1 if it was an accepted draft
     logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of the answer, if requested
     prompt_tokens: int = field(init=False)  # length of the prompt
@@ -126,9 +127,10 @@ class RequestState:
             self.request.hear(answer[: self.copies.settled(len(answer))], self.copies.worth_citing(answer))
 
     def outcome(self) -> Generation | Failure:
-        """Return the finished answer, or the failure of its grammar."""
-        if self.grammar is not None and self.grammar.problem:
-            return Failure(self.request.index, self.grammar.problem, "RecordError")
+        """Return the finished answer, or what failed."""
+        problem = self.problem or (self.grammar.problem if self.grammar is not None else "")
+        if problem:
+            return Failure(self.request.index, problem, "RecordError")
         answer = self.tokens[self.prompt_tokens :]
         self.spec.end(len(answer))
         return Generation(

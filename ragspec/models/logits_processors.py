@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ragspec.errors import ModelError, flat
+from ragspec.errors import ModelError, RecordError, flat
 from ragspec.models.draft import width_of
 from ragspec.records import Sampling, TokenLogprob
 from ragspec.structured.grammars import Matcher
@@ -51,6 +51,21 @@ class AnswerPenalties:
 
 
 # -- grammar masks ---------------------------------------------------------------------------------
+
+
+NO_NUMBERS = (
+    "the model's logits are not numbers (NaN): it overflows with this prompt; runner_args.dtype: bfloat16 or float32 "
+    "has more range than float16"
+)
+
+
+class OnlyNumbers:
+    """Raises RecordError for logits with a NaN, of which generate() takes token after token without a word."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if bool(scores.amax(-1).isnan().any()):
+            raise RecordError(NO_NUMBERS)
+        return scores
 
 
 class GrammarFollower:

@@ -192,14 +192,16 @@ def gathered(
     kv_heads = layer.keys.shape[0]
     groups = heads // kv_heads
 
+    slots = step.tables.shape[1] * step.size
+    own = torch.arange(slots, device=queries.device) < step.ends[:, None, None]  # (R, 1, slots)
+
     def mask() -> torch.Tensor:
-        slots = step.tables.shape[1] * step.size
-        own = torch.arange(slots, device=queries.device) < step.ends[:, None, None]
         return additive(seen(step.positions, slots, rule) & own, groups, queries.dtype)
 
     def of_rows(store: torch.Tensor) -> torch.Tensor:
         blocks = store.view(kv_heads, -1, step.size, store.shape[2])[:, step.tables]
-        return blocks.flatten(2, 3).transpose(0, 1)  # (R, kv_heads, slots, head_dim)
+        found = blocks.flatten(2, 3).transpose(0, 1)  # (R, kv_heads, slots, head_dim)
+        return found.masked_fill(~own[..., None], 0)  # the others may be NaN, which no mask hides
 
     folded = queries.reshape(rows, kv_heads, groups * tokens, -1)
     sight = step.mask((gathered, rule, groups), mask)

@@ -25,6 +25,7 @@ from ragspec.engine.backends.step_shapes import TOKENS, StepRow, StepShape, Step
 from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model.attention import attending
 from ragspec.engine.model.layout import Segment
+from ragspec.engine.model.result import best_tokens
 from ragspec.errors import flat
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, is_out_of_memory
 
@@ -244,10 +245,10 @@ class PagedSteps:
         work = StepWork(rows, indices, token_ids, tables, written)
         outputs, places = self._do_best(shape, work)
         packed = [index for mine in indices for index in mine]
-        best = outputs.best.clone()  # the next step may overwrite it
+        best = outputs.best.clamp(min=0)  # a copy, since the next step may overwrite it; NOT_A_NUMBER is no token there
         if not logits:
             values = torch.empty(best.shape, dtype=best.dtype, pin_memory=best.device.type == "cuda")
-            return StepPart(values.copy_(best, non_blocking=True), places, packed, best)
+            return StepPart(values.copy_(outputs.best, non_blocking=True), places, packed, best)
         if places == list(range(len(places))):
             picked = outputs.logits[: len(places)].to(torch.float32, copy=True)
         else:  # pinned, since a copy of other memory waits for the step
@@ -397,7 +398,7 @@ class PagedSteps:
         self.cache.next = 0
         with attending(attention):
             logits = self._forward(step.tensors.token_ids.flatten()[None], attention.positions, step.wanted)
-        return StepOutputs(logits, logits.argmax(-1))
+        return StepOutputs(logits, best_tokens(logits))
 
     def _go_uncaptured(self, error: Exception) -> None:
         """Run all steps uncaptured from now on."""

@@ -233,6 +233,11 @@ class BlockTables:
         """Return how many blocks these rows use."""
         return len(set().union(*(self._tables[row] for row in rows)))
 
+    def own(self, row: int) -> list[tuple[int, int]]:
+        """Return the first token and the end of each block that only this row uses."""
+        blocks = enumerate(self._tables[row])
+        return [(at * self.size, (at + 1) * self.size) for at, block in blocks if not self._pool.shared(block)]
+
     def drop(self, row: int, kept: int = 0) -> None:
         """Release all but the first `kept` blocks of a row."""
         table = self._tables[row]

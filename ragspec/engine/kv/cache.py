@@ -78,6 +78,7 @@ class ModelCache:
     next = 0  # index of the layer to write next
     attended = 0  # index after the last layer that attended in the latest forward
     layout: Layout | None = None  # of the forward in progress; steps over blocks have none
+    _tables: BlockTables
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -118,6 +119,14 @@ class ModelCache:
         places = {device: slots.to(device) for device in {each.device for each in stores}}
         for each, new in zip(stores, tensors, strict=True):
             each.index_copy_(1, places[each.device], new.to(each.device))
+
+    @torch.inference_mode()
+    def erase(self, row: int) -> None:
+        """Overwrite a row's tokens, where no other uses them: masked slots take part in the arithmetic as zeros."""
+        spans = self._tables.own(row)
+        places = torch.tensor([place for first, last in spans for place in self.slots_of(row, first, last)])
+        for each in self.flat() if len(places) else ():
+            each.index_fill_(1, places.to(each.device), 0)
 
     def bytes_by_device(self) -> Counter[torch.device]:
         """Return the bytes of one token on each device; nothing before the first forward."""

@@ -7,6 +7,14 @@ from typing import Protocol
 
 import torch
 
+NOT_A_NUMBER = -1  # stands for the token after logits that are not numbers
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return the most likely tokens, (n,), of logits, (n, vocab); NOT_A_NUMBER where one of these is NaN."""
+    best = logits.argmax(-1)  # of a NaN, if there is one
+    return best.masked_fill(logits.gather(-1, best[:, None])[:, 0].isnan(), NOT_A_NUMBER)
+
 
 class StepResult(Protocol):
     """The result of a step, at its wanted tokens. Errors of the computation are raised by whichever reads it."""
@@ -15,7 +23,7 @@ class StepResult(Protocol):
         """Return whether it can be read without waiting."""
 
     def best(self) -> list[int]:
-        """Return the most likely token after each."""
+        """Return the most likely token after each; NOT_A_NUMBER after logits that are not numbers."""
 
     def written(self) -> tuple[torch.Tensor, list[int]] | None:
         """Return best tokens on the device, and the index there of each wanted one's; None if there is no such tensor.
@@ -43,7 +51,7 @@ class Deferred:
 
     def best(self) -> list[int]:
         """Return the most likely token after each."""
-        found: list[int] = self.logits().argmax(-1).tolist()
+        found: list[int] = best_tokens(self.logits()).tolist()
         return found
 
     def logits(self) -> torch.Tensor:

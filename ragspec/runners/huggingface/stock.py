@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 from ragspec.errors import ModelError, RecordError, flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.compat import forget, length_dependent, takes_padding
-from ragspec.models.logits_processors import GenerationRules, GrammarMasks, generated_logprobs
+from ragspec.models.logits_processors import GenerationRules, GrammarMasks, OnlyNumbers, generated_logprobs
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
 from ragspec.models.tokenizer import HFTokenizer
@@ -302,6 +302,8 @@ class StockBackend:
         if not undrafted:
             self._assistance.configure(config)
         processors: list[Any] = [*self._rules.penalties(sampling, width)]
+        if undrafted or self._spec.method == "none":  # what follows a wrong draft may be anything
+            processors.insert(0, OnlyNumbers())
         if any(matchers):
             criteria.append(FormComplete(matchers, width))
             processors.append(GrammarMasks(matchers, width))

@@ -1,0 +1,129 @@
+"""A record for which the model overflows (its logits are NaN) fails in one line, and changes no other answer."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragspec.engine.backends.graphs import emulated
+from ragspec.engine.backends.paged_attention import gathered
+from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.model import loaded
+from ragspec.engine.model.forward import Model
+from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.models.logits_processors import GenerationRules
+from ragspec.models.tokenizer import HFTokenizer
+from ragspec.records import Failure, Sampling
+from ragspec.runners.huggingface.assisted import Speculation
+from ragspec.runners.huggingface.stock import StockBackend
+from ragspec.speculation.drafters.context import ContextDrafter
+from ragspec.structured.grammars import Grammars
+from tests.devices import place, several_gpus
+from tests.engine.test_devices import engine
+from tests.engine.test_engine_models import build
+from tests.engine.test_paged import requests_for
+from tests.engine.test_short_pool import EOS, SAMPLINGS, mixed
+from tests.queued import Queue
+
+OVERFLOWS = 399  # a token that is in no other prompt
+
+
+def overflowing(folder, attention):
+    from transformers import AutoModelForCausalLM
+
+    inner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        inner.get_input_embeddings().weight[OVERFLOWS] = float("nan")
+    return (
+        Model(inner, 4, None, gathered, emulated)
+        if attention == "gathered"
+        else loaded.prepare(inner, native=attention == "cpu")
+    )
+
+
+def with_overflows(requests):
+    """Return the requests, a third of which overflow, and the indices of the others."""
+    rng, found, sound = random.Random(5), [], []
+    for number, request in enumerate(requests):
+        ids = list(request.token_ids)
+        if number % 3 == 1:
+            ids[rng.randrange(len(ids))] = OVERFLOWS
+        else:
+            sound.append(number)
+        found.append(replace(request, token_ids=ids))
+    return found, sound
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return HFTokenizer(AutoTokenizer.from_pretrained(tiny))
+
+
+def outcome(one):
+    return one.message if isinstance(one, Failure) else (one.token_ids, one.finish_reason)
+
+
+@pytest.mark.parametrize("method", ["none", "context"])
+@pytest.mark.parametrize("attention", ["cpu", "sdpa", "gathered"])
+def test_a_record_that_overflows_fails_alone(tiny, tokenizer, attention, method):
+    """Greedy, sampled, with penalties, log-probabilities, grammars, and shared prefixes; memory is used again."""
+
+    def run(requests):
+        model = overflowing(tiny, attention)
+        model.resize(3)
+        grammars, rules = Grammars(tokenizer.inner, 400, {EOS}), GenerationRules(model.inner, frozenset([EOS]), EOS)
+        settings = EngineSettings(
+            chunk=48,
+            processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
+            grammars=lambda: grammars,
+        )
+        proposer = RowProposer(ContextDrafter(), 4, None) if method == "context" else NoProposer()
+        outcomes = Engine(model, proposer, tokenizer, frozenset([EOS]), settings).run(iter(requests))
+        return {one.index: one for one in outcomes}
+
+    requests, sound = with_overflows(mixed(1, SAMPLINGS, 21))
+    found, alone = run(requests), run([requests[number] for number in sound])
+    for number in range(len(requests)):
+        if number in sound:
+            assert outcome(found[number]) == outcome(alone[number])
+        else:
+            assert "logits are not numbers (NaN)" in found[number].message
+
+
+def test_it_fails_where_steps_are_started_ahead(words, monkeypatch):
+    monkeypatch.setattr(loaded, "flex", lambda compiled, notes, exact: gathered)
+    width, sampling = len(words.inner), Sampling(max_new_tokens=12)
+
+    def run(requests, moved):
+        inner = build("llama", words)
+        with torch.no_grad():
+            inner.get_input_embeddings().weight[width - 1] = float("nan")
+        backend = engine(moved(inner), words, compile="off")
+        return {one.index: outcome(one) for one in backend.generate(requests)}
+
+    plain = list(requests_for(words, sampling))
+    requests = [
+        replace(one, token_ids=[*one.token_ids[:-1], width - 1]) if one.index % 3 == 1 else one for one in plain
+    ]
+    expected = run([one for one in requests if one.index % 3 != 1], lambda inner: inner)
+    with several_gpus(16 << 20, Queue()):
+        found = run(requests, lambda inner: place(inner, "cuda:0"))
+    assert {index: one for index, one in found.items() if index % 3 != 1} == expected
+    assert all("NaN" in one for index, one in found.items() if index % 3 == 1)
+
+
+def test_stock_generate_fails_for_it_alone(words):
+    inner = build("llama", words)
+    with torch.no_grad():
+        inner.get_input_embeddings().weight[-1] = float("nan")
+    plain = list(requests_for(words, Sampling(max_new_tokens=6)))[:4]
+    spoilt = replace(plain[1], token_ids=[*plain[1].token_ids, len(words.inner) - 1])
+    ends, rules = frozenset([0]), GenerationRules(inner, frozenset([0]), 0)
+    backend = StockBackend(inner, words, ends, Speculation("none"), rows=4, rules=rules, greedy_by_default=True)
+    expected = [outcome(one) for one in backend.generate(iter([*plain[:1], *plain[2:]]))]
+    found = [outcome(one) for one in backend.generate(iter([plain[0], spoilt, *plain[2:]]))]
+    assert [found[0], *found[2:]] == expected
+    assert "NaN" in found[1]
