@@ -9,6 +9,8 @@ import torch
 from ragspec.engine.backends.graphs import emulated
 from ragspec.engine.backends.paged_attention import gathered
 from ragspec.engine.engine import Engine, EngineSettings
+from ragspec.engine.kv.cache import RaggedCache
+from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model import loaded
 from ragspec.engine.model.forward import Model
 from ragspec.engine.proposers.base import NoProposer, RowProposer
@@ -127,3 +129,16 @@ def test_stock_generate_fails_for_it_alone(words):
     found = [outcome(one) for one in backend.generate(iter([plain[0], spoilt, *plain[2:]]))]
     assert [found[0], *found[2:]] == expected
     assert "NaN" in found[1]
+
+
+@pytest.mark.parametrize("kind", [PagedCache, RaggedCache])
+def test_a_row_is_erased_but_for_what_others_use(kind):
+    cache = kind(2)
+    cache.resize(2, 256)
+    if kind is PagedCache:
+        cache.layer(*[torch.ones(1, 1, 1, 2)] * 2)
+    cache.fill(0, 0, [torch.ones(1, 256, 2)] * 2)
+    assert cache.share_prefix(0, 1, 128) == 128
+    cache.erase(0)
+    assert all(each.eq(1).all() for each in cache.read(1, 0, 128))
+    assert all(each.eq(0).all() for each in cache.read(0, 128, 256))
