@@ -73,6 +73,10 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
     masks = constraint.masks(work)
     logits = result.logits()
     chosen = _choose(places, logits, masks, constraint)
+    for place in places:
+        tokens = chosen[place.at]
+        if tokens[-1] == NOT_A_NUMBER and not logits[place.at + len(tokens) - 1].isnan().any():
+            tokens[-1] = 0  # all tokens are excluded, as the answer's grammar finds
     _note_logprobs(places, chosen, logits)
     return [(item, chosen[at] if item.writes else []) for item, at in zip(work, starts, strict=True)]
 
@@ -110,11 +114,18 @@ def _choose(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None, 
         chosen |= _parted(several, best_tokens(_processed(several, logits, masks)).tolist())
     for several in _batches(sampled, logits):
         noise = [uniform for place in several for uniform in place.noise()]
-        chosen |= _parted(several, draw(_probabilities(several, logits, masks), noise))
+        weights = _probabilities(several, logits, masks)
+        drawn = zip(draw(weights, noise), _lacks_numbers(weights), strict=True)
+        chosen |= _parted(several, [NOT_A_NUMBER if lacks else token for token, lacks in drawn])
     for several in _batches(drafted, logits):
-        parts = torch.split(_probabilities(several, logits, masks), [place.item.wanted for place in several])
+        weights = _probabilities(several, logits, masks)
+        parts = torch.split(weights, [place.item.wanted for place in several])
         samples = [place.sampled_draft(target) for place, target in zip(several, parts, strict=True)]
-        chosen |= {place.at: tokens for place, tokens in zip(several, reject(samples), strict=True)}
+        lacks = iter(_lacks_numbers(weights))
+        for place, tokens in zip(several, reject(samples), strict=True):
+            if list(islice(lacks, place.item.wanted))[len(tokens) - 1]:
+                tokens[-1] = NOT_A_NUMBER
+            chosen[place.at] = tokens
     return chosen
 
 
@@ -124,12 +135,18 @@ def _choose_best(places: Sequence[Place], logits: torch.Tensor, constraint: Cons
     chosen = {}
     for place in places:
         mine, grammar = best[place.at : place.end], place.item.row.grammar
-        if grammar is None or NOT_A_NUMBER in mine:
+        if grammar is None:
             chosen[place.at] = place.agreed(mine)
         else:
             guesses = place.item.draft.token_ids
             chosen[place.at] = constraint.greedy(grammar, guesses, mine, logits[place.at : place.end])
     return chosen
+
+
+def _lacks_numbers(weights: torch.Tensor) -> list[bool]:
+    """Return whether each row of probabilities, (n, vocab), is NaN: all of it is if one of its logits was."""
+    found: list[bool] = weights[:, 0].isnan().tolist()
+    return found
 
 
 def _probabilities(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragspec.engine.model.result import NOT_A_NUMBER
 from ragspec.engine.profiler import Clock
 from ragspec.engine.request_state import ScheduledRequest
 from ragspec.structured.grammars import Matcher
@@ -95,13 +96,14 @@ class Constraint:
         """Return the best allowed tokens, up to the first that differs from the guess.
 
         best: the argmax of each row of the logits, (len(guesses) + 1, vocab). If the grammar allows it, as it mostly
-        does, no mask is needed; otherwise a mask is made, but for no position after the first wrong guess.
+        does, no mask is needed; otherwise a mask is made, but for no position after the first wrong guess. Nothing is
+        allowed or not after logits that are not numbers.
         """
         started = time.perf_counter()
         chosen: list[int] = []
         with closing(grammar.walk(guesses)) as places:
             for at, token, row in zip(places, best, logits, strict=False):
-                if not grammar.admits(token):
+                if token != NOT_A_NUMBER and not grammar.admits(token):
                     bits = grammar.mask()
                     if not _admits(bits, token):
                         token = _best(bits, row)

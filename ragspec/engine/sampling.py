@@ -13,7 +13,6 @@ from itertools import islice
 
 import torch
 
-from ragspec.engine.model.result import NOT_A_NUMBER
 from ragspec.records import record_seed
 
 
@@ -30,17 +29,13 @@ class Noise:
 
 
 def draw(weights: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
-    """Return one token per row of `weights` (n, vocab), which need not be normalised, by inversion.
-
-    NOT_A_NUMBER for a row with a NaN.
-    """
+    """Return one token per row of `weights` (n, vocab), which need not be normalised, by inversion."""
     sums = weights.cumsum(-1)
     points = torch.tensor(uniforms, dtype=sums.dtype, device=sums.device)[:, None] * sums[:, -1:]
     found = torch.searchsorted(sums, points, right=True).squeeze(1)
     # rounding may put a point past the end: it belongs to the last token with any weight
     last = weights.shape[1] - 1 - (weights.flip(1) > 0).int().argmax(1)
-    drawn = torch.minimum(found, last).masked_fill(sums[:, -1].isnan(), NOT_A_NUMBER)
-    tokens: list[int] = drawn.tolist()
+    tokens: list[int] = torch.minimum(found, last).tolist()
     return tokens
 
 

@@ -117,6 +117,22 @@ def test_it_fails_where_steps_are_started_ahead(words, monkeypatch):
     assert all("NaN" in one for index, one in found.items() if index % 3 == 1)
 
 
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_it_fails_beside_a_draft_model_that_overflows_too(words, temperature):
+    plain = list(requests_for(words, Sampling(max_new_tokens=12, temperature=temperature, seed=3)))
+    token = next(at for at in range(299, 0, -1) if all(at not in one.token_ids for one in plain))
+    models = [build("llama", words) for _ in range(2)]
+    for inner in models:
+        with torch.no_grad():
+            inner.get_input_embeddings().weight[token] = float("nan")
+    spoilt = {one.index for one in plain if one.index % 3 == 1}
+    requests = [replace(one, token_ids=[*one.token_ids[:-1], token]) if one.index in spoilt else one for one in plain]
+    backend = engine(models[0], words, "draft_model", models[1])
+    found = {one.index: one for one in backend.generate(requests)}
+    assert {index for index, one in found.items() if isinstance(one, Failure)} == spoilt
+    assert sum(one.spec.accepted for index, one in found.items() if index not in spoilt) > 0
+
+
 def test_stock_generate_fails_for_it_alone(words):
     inner = build("llama", words)
     with torch.no_grad():
