@@ -62,7 +62,7 @@ def needs_logits(work: Sequence[ScheduledRequest]) -> bool:
 def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Constraint) -> StepOutput:
     """Return each request's tokens, up to and including the target's first disagreement with the draft.
 
-    The last is NOT_A_NUMBER where logits are not numbers.
+    The last is NOT_A_NUMBER where logits of theirs are not numbers.
 
     result: of the sum of wanted tokens, request after request. constraint: applies grammars.
     """
@@ -72,11 +72,12 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
     places = [Place(item, at) for item, at in zip(work, starts, strict=True) if item.writes]
     masks = constraint.masks(work)
     logits = result.logits()
-    chosen = _choose(places, logits, masks, constraint)
+    best: list[int] = best_tokens(logits).tolist()
+    chosen = _choose(places, best, logits, masks, constraint)
     for place in places:
         tokens = chosen[place.at]
-        if tokens[-1] == NOT_A_NUMBER and not logits[place.at + len(tokens) - 1].isnan().any():
-            tokens[-1] = 0  # all tokens are excluded, as the answer's grammar finds
+        if NOT_A_NUMBER in best[place.at : place.at + len(tokens)]:  # however a token was chosen from them
+            tokens[-1] = NOT_A_NUMBER
     _note_logprobs(places, chosen, logits)
     return [(item, chosen[at] if item.writes else []) for item, at in zip(work, starts, strict=True)]
 
@@ -97,8 +98,10 @@ def _accept_best(work: Sequence[ScheduledRequest], best: list[int]) -> StepOutpu
     return output
 
 
-def _choose(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None, constraint: Constraint) -> Chosen:
-    """Return the tokens of requests of any kind."""
+def _choose(
+    places: Sequence[Place], best: Sequence[int], logits: torch.Tensor, masks: Masks | None, constraint: Constraint
+) -> Chosen:
+    """Return the tokens of requests of any kind. best: best_tokens() of the logits."""
     greedy: list[Place] = []
     penalized: list[Place] = []  # the best after processing
     sampled: list[Place] = []
@@ -109,29 +112,21 @@ def _choose(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None, 
             (sampled if place.item.draft.probabilities is None else drafted).append(place)
         else:
             (greedy if row.greedy else penalized).append(place)
-    chosen = _choose_best(greedy, logits, constraint) if greedy else {}
+    chosen = _choose_best(greedy, best, logits, constraint)
     for several in _batches(penalized, logits):
-        chosen |= _parted(several, best_tokens(_processed(several, logits, masks)).tolist())
+        chosen |= _parted(several, _processed(several, logits, masks).argmax(-1).tolist())
     for several in _batches(sampled, logits):
         noise = [uniform for place in several for uniform in place.noise()]
-        weights = _probabilities(several, logits, masks)
-        drawn = zip(draw(weights, noise), _lacks_numbers(weights), strict=True)
-        chosen |= _parted(several, [NOT_A_NUMBER if lacks else token for token, lacks in drawn])
+        chosen |= _parted(several, draw(_probabilities(several, logits, masks), noise))
     for several in _batches(drafted, logits):
-        weights = _probabilities(several, logits, masks)
-        parts = torch.split(weights, [place.item.wanted for place in several])
+        parts = torch.split(_probabilities(several, logits, masks), [place.item.wanted for place in several])
         samples = [place.sampled_draft(target) for place, target in zip(several, parts, strict=True)]
-        lacks = iter(_lacks_numbers(weights))
-        for place, tokens in zip(several, reject(samples), strict=True):
-            if list(islice(lacks, place.item.wanted))[len(tokens) - 1]:
-                tokens[-1] = NOT_A_NUMBER
-            chosen[place.at] = tokens
+        chosen |= {place.at: tokens for place, tokens in zip(several, reject(samples), strict=True)}
     return chosen
 
 
-def _choose_best(places: Sequence[Place], logits: torch.Tensor, constraint: Constraint) -> Chosen:
+def _choose_best(places: Sequence[Place], best: Sequence[int], logits: torch.Tensor, constraint: Constraint) -> Chosen:
     """Return the best tokens that grammars allow."""
-    best: list[int] = best_tokens(logits).tolist()
     chosen = {}
     for place in places:
         mine, grammar = best[place.at : place.end], place.item.row.grammar
@@ -141,12 +136,6 @@ def _choose_best(places: Sequence[Place], logits: torch.Tensor, constraint: Cons
             guesses = place.item.draft.token_ids
             chosen[place.at] = constraint.greedy(grammar, guesses, mine, logits[place.at : place.end])
     return chosen
-
-
-def _lacks_numbers(weights: torch.Tensor) -> list[bool]:
-    """Return whether each row of probabilities, (n, vocab), is NaN: all of it is if one of its logits was."""
-    found: list[bool] = weights[:, 0].isnan().tolist()
-    return found
 
 
 def _probabilities(places: Sequence[Place], logits: torch.Tensor, masks: Masks | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ class AnswerPenalties:
 # -- grammar masks ---------------------------------------------------------------------------------
 
 
+Row = TypeVar("Row")
 NO_NUMBERS = (
     "the model's logits are not numbers (NaN): it overflows with this prompt; runner_args.dtype: bfloat16 or float32 "
     "has more range than float16"
@@ -106,6 +107,13 @@ class GrammarFollower:
         return copied
 
 
+def answers_by_row(input_ids: torch.Tensor, prompt_tokens: int, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
+    """Return the answers in input_ids, (rows or their beams, tokens), each with its row; beams of one are adjacent."""
+    answers = input_ids[:, prompt_tokens:].tolist()
+    beams = max(1, len(answers) // len(rows))
+    return [(rows[at // beams], answer) for at, answer in enumerate(answers)]
+
+
 class GrammarMasks:
     """A batch's grammars as a processor of stock generate() and the audit. matchers: one per row, None for free text.
 
@@ -121,12 +129,9 @@ class GrammarMasks:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores (rows, vocab) after input_ids (rows, tokens). The rows of one prompt's beams are adjacent."""
-        answers = input_ids[:, self._prompt_tokens :].tolist()
-        beams = max(1, len(answers) // len(self._rows))
-        rows = [self._rows[at // beams] for at in range(len(answers))]
+        answers = answers_by_row(input_ids, self._prompt_tokens, self._rows)
         masked = [
-            own if row is None else row.masked(own, answer)
-            for row, own, answer in zip(rows, scores, answers, strict=True)
+            own if row is None else row.masked(own, answer) for (row, answer), own in zip(answers, scores, strict=True)
         ]
         return torch.stack(masked)
 

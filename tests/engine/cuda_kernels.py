@@ -53,7 +53,6 @@ class Gpu(NamedTuple):
 
 GPUS = {
     "T4": Gpu(7, 5, 64 * KIB),
-    "A100": Gpu(8, 0, 163 * KIB),
     "RTX 3090": Gpu(8, 6, 99 * KIB),
     "H100": Gpu(9, 0, 227 * KIB),
     "B200": Gpu(10, 0, 227 * KIB),
@@ -229,18 +228,18 @@ class Interpreted:
 
         kernel, config = self._kernel, self._kernel.configs[0]
         names = [name for name in kernel.fn.arg_names if name not in config.kwargs]
-        given, grid = dict(zip(names, args, strict=False)), args[len(names) :]
-        known = given | config.kwargs | {f"_grid_{i}": size for i, size in enumerate(grid)}
+        given, sizes = dict(zip(names, args, strict=False)), args[len(names) :]
+        scope = given | config.kwargs | {f"_grid_{i}": size for i, size in enumerate(sizes)}
         found = GridExpr.from_meta(kernel.inductor_meta, config)
         for line in found.prefix:
-            exec(line, known)
-        sizes = tuple(eval(str(each), known) for each in (found.x_grid, found.y_grid, found.z_grid))
-        kernel.fn.run(**given, **config.kwargs, grid=sizes, warmup=False)
+            exec(line, scope)
+        grid = tuple(eval(str(each), scope) for each in (found.x_grid, found.y_grid, found.z_grid))
+        kernel.fn.run(**given, **config.kwargs, grid=grid, warmup=False)
         self.ran.add(kernel.inductor_meta["kernel_name"])
 
 
 def interpretable() -> None:
-    """Replace functions of CUDA's library, and reductions by Python functions, which the interpreter lacks."""
+    """Replace what the interpreter lacks: functions of CUDA's library, and reductions by a function."""
     import triton.language as tl
     from torch._inductor.runtime import triton_helpers
 

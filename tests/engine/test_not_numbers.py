@@ -31,12 +31,17 @@ from tests.queued import Queue
 OVERFLOWS = 399  # a token that is in no other prompt
 
 
+def spoilt_at(inner, token):
+    """Let a model overflow with a token."""
+    with torch.no_grad():
+        inner.get_input_embeddings().weight[token] = float("nan")
+    return inner
+
+
 def overflowing(folder, attention):
     from transformers import AutoModelForCausalLM
 
-    inner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        inner.get_input_embeddings().weight[OVERFLOWS] = float("nan")
+    inner = spoilt_at(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), OVERFLOWS)
     return (
         Model(inner, 4, None, gathered, emulated)
         if attention == "gathered"
@@ -100,10 +105,7 @@ def test_it_fails_where_steps_are_started_ahead(words, monkeypatch):
     width, sampling = len(words.inner), Sampling(max_new_tokens=12)
 
     def run(requests, moved):
-        inner = build("llama", words)
-        with torch.no_grad():
-            inner.get_input_embeddings().weight[width - 1] = float("nan")
-        backend = engine(moved(inner), words, compile="off")
+        backend = engine(moved(spoilt_at(build("llama", words), width - 1)), words, compile="off")
         return {one.index: outcome(one) for one in backend.generate(requests)}
 
     plain = list(requests_for(words, sampling))
@@ -121,10 +123,7 @@ def test_it_fails_where_steps_are_started_ahead(words, monkeypatch):
 def test_it_fails_beside_a_draft_model_that_overflows_too(words, temperature):
     plain = list(requests_for(words, Sampling(max_new_tokens=12, temperature=temperature, seed=3)))
     token = next(at for at in range(299, 0, -1) if all(at not in one.token_ids for one in plain))
-    models = [build("llama", words) for _ in range(2)]
-    for inner in models:
-        with torch.no_grad():
-            inner.get_input_embeddings().weight[token] = float("nan")
+    models = [spoilt_at(build("llama", words), token) for _ in range(2)]
     spoilt = {one.index for one in plain if one.index % 3 == 1}
     requests = [replace(one, token_ids=[*one.token_ids[:-1], token]) if one.index in spoilt else one for one in plain]
     backend = engine(models[0], words, "draft_model", models[1])
@@ -134,9 +133,7 @@ def test_it_fails_beside_a_draft_model_that_overflows_too(words, temperature):
 
 
 def test_stock_generate_fails_for_it_alone(words):
-    inner = build("llama", words)
-    with torch.no_grad():
-        inner.get_input_embeddings().weight[-1] = float("nan")
+    inner = spoilt_at(build("llama", words), -1)
     plain = list(requests_for(words, Sampling(max_new_tokens=6)))[:4]
     spoilt = replace(plain[1], token_ids=[*plain[1].token_ids, len(words.inner) - 1])
     ends, rules = frozenset([0]), GenerationRules(inner, frozenset([0]), 0)

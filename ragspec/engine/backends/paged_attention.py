@@ -8,6 +8,7 @@ Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -193,7 +194,7 @@ def gathered(
     groups = heads // kv_heads
 
     slots = step.tables.shape[1] * step.size
-    own = torch.arange(slots, device=queries.device) < step.ends[:, None, None]  # (R, 1, slots)
+    own = step.mask(gathered, lambda: torch.arange(slots, device=queries.device) < step.ends[:, None, None])
 
     def mask() -> torch.Tensor:
         return additive(seen(step.positions, slots, rule) & own, groups, queries.dtype)
@@ -231,7 +232,7 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
     call: Any = _flex_attention
     cascade: Any = _cascade_attention
     refused: set[torch.Size] = set()  # shapes of queries
-    at_once: dict[tuple[bool, int], int] = {}  # index in AT_ONCE, by whether queries are many and by the size of heads
+    at_once = Counter[tuple[bool, int]]()  # index in AT_ONCE, by whether queries are many and by the size of heads
     if compiled:
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(SHAPES, getattr(torch._dynamo.config, limit)))
@@ -257,10 +258,10 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
                 torch._dynamo.maybe_mark_dynamic(tensor, dimension)
         given = queries, *blocks, *read
         many = tokens == TILE or queries.shape[2] >= QUERIES
-        kernel = many, queries.shape[3]
+        size = queries.shape[3]
 
         def options(many: bool) -> dict[str, Any]:
-            return _kernel_options(many, exact, AT_ONCE[at_once.get((many, queries.shape[3]), 0)])
+            return _kernel_options(many, exact, AT_ONCE[at_once[many, size]])
 
         def compute() -> Any:
             if shared is not None:
@@ -275,8 +276,8 @@ def flex(compiled: bool, notes: list[str] | None = None, exact: bool = False) ->
         except TorchDynamoException as error:  # what inductor and Triton raise is one of these
             if shared is not None:
                 raise  # steps go on without
-            if TOO_MUCH in str(error) and at_once.get(kernel, 0) + 1 < len(AT_ONCE):
-                at_once[kernel] = at_once.get(kernel, 0) + 1
+            if TOO_MUCH in str(error) and at_once[many, size] + 1 < len(AT_ONCE):
+                at_once[many, size] += 1
                 return attend(step, layer, whole, scores, rule)
             if notes is not None and not refused:
                 less = " and not exact" if exact else ""

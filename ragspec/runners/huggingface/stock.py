@@ -20,7 +20,13 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 from ragspec.errors import ModelError, RecordError, flat
 from ragspec.inputs.feed import Feed
 from ragspec.models.compat import forget, length_dependent, takes_padding
-from ragspec.models.logits_processors import GenerationRules, GrammarMasks, OnlyNumbers, generated_logprobs
+from ragspec.models.logits_processors import (
+    GenerationRules,
+    GrammarMasks,
+    OnlyNumbers,
+    answers_by_row,
+    generated_logprobs,
+)
 from ragspec.models.memory import MAY_BE_MEMORY, free_memory, out_of_memory
 from ragspec.models.stopping import ends_with_stop, stop_strings_from, trim
 from ragspec.models.tokenizer import HFTokenizer
@@ -67,9 +73,8 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         fresh, self._seen = input_ids.shape[1] - self._seen, input_ids.shape[1]
-        answers = input_ids[:, self._prompt_length :].tolist()
-        beams = max(1, len(answers) // len(self._requests))
-        hits = [self._ended(self._requests[row // beams], answer, fresh) for row, answer in enumerate(answers)]
+        answers = answers_by_row(input_ids, self._prompt_length, self._requests)
+        hits = [self._ended(request, answer, fresh) for request, answer in answers]
         return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
 
     def _ended(self, request: Request, answer: list[int], fresh: int) -> bool:
@@ -78,17 +83,15 @@ class StopText(StoppingCriteria):  # type: ignore[misc]
 
 
 class FormComplete(StoppingCriteria):  # type: ignore[misc]
-    """Stops rows whose form is complete where no end token does. matchers: one per row, None for free text."""
+    """Stops rows whose form is complete, where no end token does. matchers: one per row, None for free text."""
 
     def __init__(self, matchers: Sequence[Matcher | None], prompt_length: int) -> None:
-        self._matchers = [each.copy() if each is not None and each.endless else None for each in matchers]
+        self._matchers = [each and each.copy() for each in matchers]
         self._prompt_length = prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        answers = input_ids[:, self._prompt_length :].tolist()
-        beams = max(1, len(answers) // len(self._matchers))
-        rows = [self._matchers[at // beams] for at in range(len(answers))]
-        hits = [row is not None and row.completes(answer) for row, answer in zip(rows, answers, strict=True)]
+        answers = answers_by_row(input_ids, self._prompt_length, self._matchers)
+        hits = [matcher is not None and matcher.completes(answer) for matcher, answer in answers]
         return torch.tensor(hits, dtype=torch.bool, device=input_ids.device)
 
 
@@ -305,7 +308,8 @@ class StockBackend:
         if undrafted or self._spec.method == "none":  # what follows a wrong draft may be anything
             processors.insert(0, OnlyNumbers())
         if any(matchers):
-            criteria.append(FormComplete(matchers, width))
+            if any(each is not None and each.endless for each in matchers):
+                criteria.append(FormComplete(matchers, width))
             processors.append(GrammarMasks(matchers, width))
         device = self._model.device
         started = time.perf_counter()
