@@ -122,11 +122,9 @@ class Simulation:
         def simulated(self: Any, shape: StepShape, work: StepWork) -> tuple[StepOutputs, list[int]]:
             outputs, places = do(self, shape, work)
             with device.computing():
-                best = [
-                    simulation._token(row.row, row.start + index - row.packed)
-                    for row, mine in zip(work.rows, work.indices, strict=True)
-                    for index in mine
-                ]
+                several = zip(work.of[work.wanted].tolist(), work.source[work.wanted].tolist(), strict=True)
+                rows = ((work.rows[number], index) for number, index in several)
+                best = [simulation._token(row.row, row.start + index - row.packed) for row, index in rows]
                 outputs.best[torch.tensor(places, dtype=torch.long)] = torch.tensor(best, dtype=torch.long)
             device.launch(shape, sum(row.start + row.count for row in work.rows))
             return outputs, places

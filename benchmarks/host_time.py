@@ -54,14 +54,21 @@ class IdleCapture:
 
 
 class Repeats(NoProposer):
-    """Drafts the last token again, which is what idle steps answer, `tokens` times."""
+    """Drafts the last token again, which is what idle steps answer, `tokens` times.
+
+    seconds: spent in doing so.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
+        self.seconds = 0.0
 
     def propose(self, rows: Sequence[RequestState], prefill_tokens: int) -> list[Draft]:
         """Return a draft for each row."""
-        return [Draft(row.tokens[-1:] * min(self._tokens, row.room - 1)) for row in rows]
+        started = time.perf_counter()
+        drafts = [Draft(row.tokens[-1:] * min(self._tokens, row.room - 1)) for row in rows]
+        self.seconds += time.perf_counter() - started
+        return drafts
 
 
 def build(vocabulary: int = VOCABULARY, context: int = 4096) -> Any:
@@ -90,13 +97,15 @@ def steps(rows: int, prompt: int, sampling: Sampling, drafts: int = 0) -> Iterat
     model.cache.fixed = True  # as on a GPU, so that each step asks whether there are blocks for it
     rules = GenerationRules(model.inner, frozenset(), 0)
     settings = EngineSettings(chunk=CHUNK_CUDA, processors=lambda each: rules.processors(each.sampling, prompt))
-    engine = Engine(model, Repeats(drafts) if drafts else NoProposer(), None, frozenset(), settings)  # type: ignore[arg-type]
+    repeats = Repeats(drafts)
+    engine = Engine(model, repeats if drafts else NoProposer(), None, frozenset(), settings)  # type: ignore[arg-type]
     requests = (Request(i, str(i), [(i + j) % VOCABULARY for j in range(prompt)], sampling) for i in range(rows))
     marks: list[tuple[float, float, int]] = []
 
     def timed(begin: Callable[..., StepResult]) -> Callable[..., StepResult]:
         def begun(segments: Any, *args: Any, **kwargs: Any) -> StepResult:
-            marks.append((time.perf_counter(), capture.seconds, sum(not segment.alone for segment in segments)))
+            decoding = sum(not segment.alone for segment in segments)
+            marks.append((time.perf_counter(), capture.seconds + repeats.seconds, decoding))
             return begin(segments, *args, **kwargs)
 
         return begun

@@ -62,17 +62,21 @@ def needs_logits(work: Sequence[ScheduledRequest]) -> bool:
 def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Constraint) -> StepOutput:
     """Return each request's tokens, up to and including the target's first disagreement with the draft.
 
-    The last is NOT_A_NUMBER where logits of theirs are not numbers.
+    The last is NOT_A_NUMBER where logits of theirs are not numbers. Marks requests that overflowed, be it behind a
+    wrong draft.
 
     result: of the sum of wanted tokens, request after request. constraint: applies grammars.
     """
     if not needs_logits(work):
-        return _accept_best(work, result.best())
+        best = result.best()
+        _mark_overflow(work, best)
+        return _accept_best(work, best)
     starts = list(accumulate((item.wanted for item in work), initial=0))[:-1]
     places = [Place(item, at) for item, at in zip(work, starts, strict=True) if item.writes]
     masks = constraint.masks(work)
     logits = result.logits()
-    best: list[int] = best_tokens(logits).tolist()
+    best = best_tokens(logits).tolist()
+    _mark_overflow(work, best)
     chosen = _choose(places, best, logits, masks, constraint)
     for place in places:
         tokens = chosen[place.at]
@@ -80,6 +84,15 @@ def accept(work: Sequence[ScheduledRequest], result: StepResult, constraint: Con
             tokens[-1] = NOT_A_NUMBER
     _note_logprobs(places, chosen, logits)
     return [(item, chosen[at] if item.writes else []) for item, at in zip(work, starts, strict=True)]
+
+
+def _mark_overflow(work: Sequence[ScheduledRequest], best: Sequence[int]) -> None:
+    """Mark requests of which logits are not numbers."""
+    if NOT_A_NUMBER in best:
+        at = 0
+        for item in work:
+            item.overflowed = NOT_A_NUMBER in best[at : at + item.wanted]
+            at += item.wanted
 
 
 def _accept_best(work: Sequence[ScheduledRequest], best: list[int]) -> StepOutput:

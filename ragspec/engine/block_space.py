@@ -12,12 +12,10 @@ Kwon et al. 2023, PagedAttention, arXiv:2309.06180.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ragspec.engine.kv.paged_cache import PagedCache
-from ragspec.engine.request_state import RequestState, ScheduledRequest
+from ragspec.engine.request_state import RequestState, ScheduledRequest, without_draft
 from ragspec.engine.scheduler import Scheduler
-from ragspec.speculation.drafters.base import Draft
 
 WATERMARK = 0.01  # of all blocks, which no request is admitted to, so that it need not leave at once (as in vLLM)
 
@@ -44,7 +42,7 @@ class BlockSpace:
             if left is not None:
                 self._cache.drop(left)
             elif any(_drops(item, alone) for item in kept):
-                kept = [_without_draft(item) if _drops(item, alone) else item for item in kept]
+                kept = [without_draft(item) if _drops(item, alone) else item for item in kept]
             elif alone:
                 return [], kept[0].row
             else:
@@ -71,7 +69,3 @@ class BlockSpace:
 def _drops(item: ScheduledRequest, alone: bool) -> bool:
     """Return whether an item's draft is dropped: one that was sampled only if no other request can give way."""
     return bool(item.draft.token_ids) and (alone or item.draft.probabilities is None)
-
-
-def _without_draft(item: ScheduledRequest) -> ScheduledRequest:
-    return replace(item, token_ids=item.token_ids[:1], draft=Draft())

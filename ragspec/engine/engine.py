@@ -27,7 +27,7 @@ from ragspec.engine.notes import Notes
 from ragspec.engine.oom_policy import OomPolicy
 from ragspec.engine.profiler import Clock, StepTimer
 from ragspec.engine.proposers.base import LONGEST, NoProposer, Proposer
-from ragspec.engine.request_state import RequestState, ScheduledRequest, Start
+from ragspec.engine.request_state import RequestState, ScheduledRequest, Start, without_draft
 from ragspec.engine.scheduler import PrefixGroups, Scheduler, new_row
 from ragspec.engine.step_ahead import StepAhead, start_ahead
 from ragspec.engine.stored_prefixes import StoredPrefixes
@@ -102,11 +102,12 @@ class Engine:
         self._exact = model.steps is not None and model.steps.exact
         self._sharing = PrefixGroups(model.frequencies.agree)
         self._constraint = Constraint(self.clock)
-        restart, plain, trial = model.frequencies.restart, self._settings.plain, self._settings.trial
+        self._restart = model.frequencies.restart
+        plain, trial = self._settings.plain, self._settings.trial
         # left for the time in which the device computes the next step
         self._unrecorded: list[tuple[ScheduledRequest, int, int, int]] = []  # as RequestState.record takes it
         self._done: deque[RequestState] = deque()  # rows whose outcomes are not yielded yet
-        self._drafting = Drafting(proposer, restart, self.notes, plain, trial, self._settings.cost)
+        self._drafting = Drafting(proposer, self._restart, self.notes, plain, trial, self._settings.cost)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation | Failure]:
         """Yield one outcome per request, as they finish. Only out of memory is survived; any other error is raised."""
@@ -142,7 +143,7 @@ class Engine:
     def _finished(self) -> Iterator[Generation | Failure]:
         """Record the last step, and yield the outcomes of rows that it finished."""
         for item, at, count, accepted in self._unrecorded:
-            item.row.record(item.draft, at, count, accepted, item.logprobs[:count])
+            item.row.record(item, at, count, accepted)
         self._unrecorded.clear()
         while self._done:
             yield self._done.popleft().outcome()
@@ -329,7 +330,7 @@ class Engine:
                     yield from self._finished()
                     scheduler.read_ahead(result.done)
                 try:
-                    written += accept(part, result, self._constraint)
+                    written += self._accept(part, result)
                 except MAY_BE_MEMORY as error:
                     failure = out_of_memory(error)
             if failure is None:
@@ -368,6 +369,24 @@ class Engine:
                 out_of_memory(error)  # it is started when it is due, and fails then
                 self._ahead = None  # what an earlier part started may follow chunks that were not computed yet
         return result
+
+    def _accept(self, work: Sequence[ScheduledRequest], result: StepResult) -> StepOutput:
+        """Return the target's tokens by row, computed again without a draft where that overflows.
+
+        What is not a number is none for the tokens before it either, since attention weighs it with 0.
+        """
+        written = accept(work, result, self._constraint)
+        spoilt = [at for at, item in enumerate(work) if item.overflowed and item.draft.token_ids]
+        again = [at for at in spoilt if written[at][1][-1] == NOT_A_NUMBER and work[at].draft.probabilities is None]
+        for at in spoilt:
+            right = 0 if at in again else len(written[at][1])
+            self._model.cache.erase(work[at].row.place, work[at].start + right)
+        plain = [without_draft(work[at]) for at in again]
+        if plain:
+            result = self._launch(plain, logits=needs_logits(plain))
+            for at, found in zip(again, accept(plain, result, self._constraint), strict=True):
+                written[at] = found
+        return written
 
     def _launch(self, work: Sequence[ScheduledRequest], logits: bool) -> StepResult:
         """Start a forward of `work`; return its result, in its order. logits: whether they are needed."""
@@ -409,20 +428,23 @@ class Engine:
             self._fail(row)
             finished.append(row)
             return 0
-        at, room = row.written, row.room
-        kept = self._within(row, token_ids[:room])
+        before = len(row.tokens)
+        room = row.most_tokens - before
+        kept = token_ids[:room]
+        if row.ends_early or not row.ends.isdisjoint(kept):
+            kept = self._within(row, kept)
         row.tokens += kept
         row.computed = len(row.tokens) - 1
-        self._unrecorded.append((item, at, len(kept), min(len(kept), len(token_ids) - 1)))
+        self._unrecorded.append((item, before - row.prompt_tokens, len(kept), min(len(kept), len(token_ids) - 1)))
         if row.grammar is not None:
             self._follow(row, kept)
-        self._proposer.extend(row, kept)
+        if not self._plain:
+            self._proposer.extend(row, kept)
         if row.first_at is None:
             row.first_at = time.perf_counter()
         if row.reason or len(kept) >= room:
             finished.append(row)
-        restart = self._model.frequencies.restart
-        if restart is not None and row.base <= restart < len(row.tokens):
+        if self._restart is not None and row.base <= self._restart < len(row.tokens):
             row.base, row.computed = len(row.tokens), 0
         return len(kept) if item.decodes else 0
 

@@ -92,6 +92,11 @@ class RequestState:
         return not self.greedy or self.grammar is not None or self.request.sampling.logprobs is not None
 
     @cached_property
+    def ends_early(self) -> bool:
+        """Whether more than a token may end its answer: what its text says, or its grammar."""
+        return bool(self.request.sampling.stop) or self.grammar is not None
+
+    @cached_property
     def alike(self) -> Hashable:
         """What its processors depend on beside the text; equal for rows whose logits can be processed together."""
         if self.processors is None:
@@ -113,15 +118,19 @@ class RequestState:
         """Whether all but the last token are computed, so that the next forward generates."""
         return self.computed == len(self.tokens) - 1
 
-    def record(self, draft: Draft, at: int, count: int, accepted: int, logprobs: Sequence[TokenLogprob]) -> None:
+    def record(self, item: ScheduledRequest, at: int, count: int, accepted: int) -> None:
         """Record a step for the statistics: `count` tokens from the answer's token `at` on, `accepted` of the draft."""
-        if draft.token_ids or self.copies.started:
+        drafted = len(item.draft.token_ids)
+        if drafted or self.copies.started:
             first = self.prompt_tokens + at
-            self.copies.note(at, draft, self.tokens[first : first + count])
-        if logprobs:
-            self.logprobs += logprobs
-        self.spec.record(len(draft.token_ids), accepted)
-        self.guessed += b"\1" * accepted + b"\0" * (count - accepted)
+            self.copies.note(at, item.draft, self.tokens[first : first + count])
+        if item.logprobs:
+            self.logprobs += item.logprobs[:count]
+        self.spec.record(drafted, accepted)
+        if accepted:
+            self.guessed += b"\1" * accepted
+        if count > accepted:
+            self.guessed += b"\0" * (count - accepted)
         if self.request.hear is not None:
             answer = self.tokens[self.prompt_tokens : self.prompt_tokens + at + count]
             self.request.hear(answer[: self.copies.settled(len(answer))], self.copies.worth_citing(answer))
@@ -208,8 +217,8 @@ class ScheduledRequest:
     """What one request does in a step: verify a draft after its last token (decodes), or compute a chunk of its text.
 
     start: position of the first of `token_ids`. writes: whether the last of these is the row's last, so that a token is
-    generated. again: whether they are an answer's tokens that are computed once more, as they were. logprobs: of the
-    generated tokens, if requested.
+    generated. again: whether they are an answer's tokens that are computed once more, as they were. overflowed: whether
+    logits of theirs are not numbers. logprobs: of the generated tokens, if requested.
     """
 
     row: RequestState
@@ -219,6 +228,7 @@ class ScheduledRequest:
     decodes: bool = False
     writes: bool = True
     again: bool = False
+    overflowed: bool = False
     logprobs: Sequence[TokenLogprob] = ()
 
     @property
@@ -236,3 +246,8 @@ class ScheduledRequest:
     def slots(self) -> int:
         """Cache slots (token positions) that its row needs."""
         return self.start + len(self.token_ids)
+
+
+def without_draft(item: ScheduledRequest) -> ScheduledRequest:
+    """Return what a request that decodes does in a step if it has no draft."""
+    return replace(item, token_ids=item.token_ids[:1], draft=Draft())

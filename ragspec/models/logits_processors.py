@@ -60,12 +60,16 @@ NO_NUMBERS = (
 )
 
 
+class NotNumbers(RecordError):
+    """Logits of a record are not numbers."""
+
+
 class OnlyNumbers:
-    """Raises RecordError for logits with a NaN, of which generate() takes token after token without a word."""
+    """Raises NotNumbers for logits with a NaN, of which generate() takes token after token without a word."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if bool(scores.amax(-1).isnan().any()):
-            raise RecordError(NO_NUMBERS)
+            raise NotNumbers(NO_NUMBERS)
         return scores
 
 

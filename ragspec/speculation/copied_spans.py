@@ -11,17 +11,16 @@ LEAST = 4  # tokens; shorter runs are not citations
 
 
 class CopiedSpans:
-    """The runs that one answer copied from its prompt's passages. passages: (start, end) positions in `prompt`."""
+    """The runs that one answer copied from its prompt's passages.
+
+    passages: (start, end) positions in `prompt`. started: whether one has been copied from.
+    """
 
     def __init__(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]]) -> None:
         self._prompt = prompt
         self._passages = passages
         self._runs: list[Copied] = []
-
-    @property
-    def started(self) -> bool:
-        """Whether a passage has been copied from."""
-        return bool(self._runs)
+        self.started = False  # a field, as it is read for each row between steps
 
     def note(self, written: int, draft: Draft, emitted: Sequence[int]) -> None:
         """Add `emitted` tokens that follow `written` answer tokens and were drafted as `draft`.
@@ -44,6 +43,7 @@ class CopiedSpans:
             passage = next((n for n, (start, end) in enumerate(self._passages) if start <= guessed < end), None)
             if passage is not None:
                 self._runs.append(Copied(at, at + 1, passage, guessed))
+                self.started = True
 
     def settled(self, written: int) -> int:
         """Return of how many of the first `written` tokens it is known whether they belong to a run worth citing."""

@@ -14,11 +14,13 @@ from ragspec.engine.kv.paged_cache import PagedCache
 from ragspec.engine.model import loaded
 from ragspec.engine.model.forward import Model
 from ragspec.engine.proposers.base import NoProposer, RowProposer
+from ragspec.models.draft import Draft
 from ragspec.models.logits_processors import GenerationRules
 from ragspec.models.tokenizer import HFTokenizer
 from ragspec.records import Failure, Sampling
 from ragspec.runners.huggingface.assisted import Speculation
 from ragspec.runners.huggingface.stock import StockBackend
+from ragspec.speculation.drafters import base
 from ragspec.speculation.drafters.context import ContextDrafter
 from ragspec.structured.grammars import Grammars
 from tests.devices import place, several_gpus
@@ -155,3 +157,51 @@ def test_a_row_is_erased_but_for_what_others_use(kind):
     cache.erase(0)
     assert all(each.eq(1).all() for each in cache.read(1, 0, 128))
     assert all(each.eq(0).all() for each in cache.read(0, 128, 256))
+
+
+class DraftsThatOverflow(NoProposer):
+    """Guesses the token that overflows, in some steps."""
+
+    def __init__(self):
+        self._steps = 0
+
+    def propose(self, rows, prefill_tokens):
+        self._steps += 1
+        return [base.Draft([7, OVERFLOWS, 9][: row.room - 1] if (self._steps + row.place) % 3 else []) for row in rows]
+
+
+@pytest.mark.parametrize("attention", ["cpu", "sdpa", "gathered"])
+def test_a_wrong_draft_that_overflows_changes_no_answer(tiny, tokenizer, attention):
+    def run(proposer):
+        model = overflowing(tiny, attention)
+        model.resize(3)
+        grammars, rules = Grammars(tokenizer.inner, 400, {EOS}), GenerationRules(model.inner, frozenset([EOS]), EOS)
+        settings = EngineSettings(
+            chunk=48,
+            processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
+            grammars=lambda: grammars,
+        )
+        outcomes = Engine(model, proposer, tokenizer, frozenset([EOS]), settings).run(iter(mixed(1, SAMPLINGS, 21)))
+        return {one.index: outcome(one) for one in outcomes}
+
+    assert run(DraftsThatOverflow()) == run(NoProposer())
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_stock_generate_answers_without_a_draft_that_overflows(words, temperature):
+    requests = list(requests_for(words, Sampling(max_new_tokens=6, temperature=temperature)))[:3]
+    token = next(at for at in range(299, 0, -1) if all(at not in one.token_ids for one in requests))
+    inner, draft_model = spoilt_at(build("llama", words), token), build("llama", words)
+    draft_model.lm_head.register_forward_hook(
+        lambda module, inputs, logits: logits.index_fill(-1, torch.tensor(token), 9)
+    )
+    draft = Draft(None, draft_model.config, words.inner, None, len(words.inner), other_tokens=False)
+    ends, rules = frozenset([0]), GenerationRules(inner, frozenset([0]), 0)
+
+    def answers(speculation):
+        backend = StockBackend(inner, words, ends, speculation, rows=1, rules=rules, greedy_by_default=True)
+        return list(backend.generate(iter(requests)))
+
+    found = answers(Speculation("draft_model", 2, draft=draft, draft_model=draft_model))
+    assert [outcome(one) for one in found] == [outcome(one) for one in answers(Speculation("none"))]
+    assert all("NaN" in one.undrafted for one in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -81,53 +80,78 @@ class Step:
             self._copied.record()
 
 
-@dataclass(slots=True)
 class StepWork:
-    """What one step computes: rows, the packed indices that are wanted of each, tables, (rows, W), and the prefixes
-    that rows share. written: as PagedSteps.begin takes it."""
+    """What one step computes.
 
-    rows: Sequence[StepRow]
-    indices: Sequence[Sequence[int]]
-    token_ids: Sequence[int]
-    tables: np.ndarray
-    written: tuple[torch.Tensor, Sequence[int]] | None
-    prefixes: Sequence[SharedPrefix] = ()
+    Args:
+        rows: The step's, those beside others last.
+        token_ids: All of the forward.
+        asked: Of each of these, whether its logits are wanted, (T,).
+        tables: Blocks of the rows, (rows, W).
+        written: As PagedSteps.begin takes it.
+
+    Attributes:
+        prefixes: What rows share, if they read that together.
+        of, source: Of each token of the rows, row after row: its row, and its index in the forward.
+        wanted: Indices among those tokens of the ones whose logits are wanted.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[StepRow],
+        token_ids: Sequence[int],
+        asked: np.ndarray,
+        tables: np.ndarray,
+        written: tuple[torch.Tensor, Sequence[int]] | None,
+    ) -> None:
+        self.rows = rows
+        self.tables = tables
+        self.written = written
+        self.prefixes: Sequence[SharedPrefix] = ()
+        self._token_ids = token_ids
+        self._tiles = len(rows) - sum([row.beside for row in rows])
+        self._counts = np.array([row.count for row in rows])
+        self.of = np.repeat(np.arange(len(rows)), self._counts)
+        self._within = np.arange(len(self.of)) - _starts(self._counts)[self.of]  # of each token in its row
+        self.source = np.array([row.packed for row in rows])[self.of] + self._within
+        self.wanted = asked[self.source].nonzero()[0]
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one token is wanted of a row that is not beside others."""
+        return bool((np.bincount(self.of[self.wanted])[: self._tiles] > 1).any())
 
     def fill(self, step: Step, shape: StepShape) -> list[int]:
         """Write a step's arrays, which are all padding; return the places of the wanted logits among its own."""
-        rows, count = self.rows, len(self.rows)
-        counts, first = (np.array([getattr(row, name) for row in rows]) for name in ("count", "packed"))
-        tiles = count - sum(row.beside for row in rows)
-        numbers = np.arange(count)
+        counts, tiles = self._counts, self._tiles
+        numbers = np.arange(len(self.rows))
         numbers[tiles:] += shape.rows - tiles
-        step.starts[numbers] = [row.start for row in rows]
+        step.starts[numbers] = [row.start for row in self.rows]
         step.counts[numbers] = counts
         step.tables[numbers, : self.tables.shape[1]] = self.tables
-        bases = np.arange(count) * shape.tokens  # of each row's tokens among the step's
+        bases = np.arange(len(self.rows)) * shape.tokens  # of each row's tokens among the step's
         if shape.packed:
             bases[:tiles] = _starts(counts[:tiles])
-            bases[tiles:] = shape.packed + np.arange(count - tiles) * shape.beside_tokens
-        within = np.arange(counts.sum()) - np.repeat(_starts(counts), counts)  # of each token in its row
-        at = np.repeat(bases, counts) + within
-        step.token_ids.reshape(-1)[at] = np.array(self.token_ids)[np.repeat(first, counts) + within]
+            bases[tiles:] = shape.packed + np.arange(len(self.rows) - tiles) * shape.beside_tokens
+        at = bases[self.of] + self._within
+        step.token_ids.reshape(-1)[at] = np.array(self._token_ids)[self.source]
         if shape.packed:
-            tile = np.repeat(numbers[:tiles], counts[:tiles])
-            at, within = at[: len(tile)], within[: len(tile)]
-            step.gather[tile, within] = at
-            step.scatter[at] = tile * TILE + within
+            packed = self.of < tiles
+            tile, within = numbers[self.of[packed]], self._within[packed]
+            step.gather[tile, within] = at[packed]
+            step.scatter[at[packed]] = tile * TILE + within
         if shape.cascade:
             fill(step.cascade, self.prefixes, self.tables)
         if self.written is not None:
             step.sources[: len(self.written[1])] = self.written[1]
-        wanted = np.array([len(mine) for mine in self.indices])
-        row = np.repeat(np.arange(count), wanted)
-        found = bases[row] - first[row] + np.array([index for mine in self.indices for index in mine], dtype=np.int64)
         if shape.all_logits:
-            return list(found.tolist())
-        places = row  # of a row among tiles one is wanted at most, of one beside any
+            return list(at[self.wanted].tolist())
+        row = self.of[self.wanted]
+        places = row.copy()  # of a row among tiles one is wanted at most, of one beside any
+        number = np.arange(len(row)) - _starts(np.bincount(row, minlength=len(self.rows)))[row]
         beside = row >= tiles
-        places[beside] = (bases[row] + np.arange(len(row)) - _starts(wanted)[row])[beside] + shape.rows - shape.packed
-        step.kept[places] = found
+        places[beside] = (bases[row] + number)[beside] + shape.rows - shape.packed
+        step.kept[places] = at[self.wanted]
         return list(places.tolist())
 
 

@@ -7,9 +7,10 @@ few (step_shapes.py), so that a captured step (graphs.py) serves many.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -50,9 +51,11 @@ class StepPart(NamedTuple):
 class LaunchedStep:
     """The result of a step that the device computes (model/result.py)."""
 
-    def __init__(self, parts: Sequence[StepPart], wanted: Sequence[int], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[StepPart], wanted: list[int], device: torch.device) -> None:
         self._parts = parts
         self._wanted = wanted
+        self._packed = [packed for part in parts for packed in part.packed]
+        self._ordered = self._packed == wanted
         self._end = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._end is not None:
             self._end.record()
@@ -65,29 +68,29 @@ class LaunchedStep:
         """Return the most likely token after each wanted one. Only if no logits were asked for."""
         if self._end is not None:
             self._end.synchronize()
-        found: dict[int, int] = {}
-        for part in self._parts:
-            values = part.values.tolist()
-            found |= zip(part.packed, [values[place] for place in part.places], strict=True)
-        return [found[packed] for packed in self._wanted]
+        several = [(part, part.values.tolist()) for part in self._parts]
+        return self._in_order([values[place] for part, values in several for place in part.places])
 
     def written(self) -> tuple[torch.Tensor, list[int]]:
         """Return best tokens on the device, and the index there of each wanted one's."""
-        where: dict[int, int] = {}
-        first = 0
-        for part in self._parts:
-            where |= zip(part.packed, [first + place for place in part.places], strict=True)
-            first += len(part.best)
+        firsts = accumulate((len(part.best) for part in self._parts), initial=0)
+        where = [first + place for first, part in zip(firsts, self._parts, strict=False) for place in part.places]
         best = torch.cat([part.best for part in self._parts]) if len(self._parts) > 1 else self._parts[0].best
-        return best, [where[packed] for packed in self._wanted]
+        return best, self._in_order(where)
 
     def logits(self) -> torch.Tensor:
         """Return the logits, (wanted, vocab) in float32, if they were asked for."""
-        packed = [each for part in self._parts for each in part.packed]
-        if len(self._parts) == 1 and packed == list(self._wanted):
+        if len(self._parts) == 1 and self._ordered:
             return self._parts[0].values
-        where = {each: at for at, each in enumerate(packed)}
-        return torch.cat([part.values for part in self._parts])[[where[each] for each in self._wanted]]
+        values = torch.cat([part.values for part in self._parts])
+        return values[self._in_order(range(len(values)))]
+
+    def _in_order(self, values: Sequence[int]) -> list[int]:
+        """Return what belongs to each wanted token, of values in the order of the parts."""
+        if self._ordered:
+            return list(values)
+        found = dict(zip(self._packed, values, strict=True))
+        return [found[packed] for packed in self._wanted]
 
 
 class PagedSteps:
@@ -196,12 +199,13 @@ class PagedSteps:
             whose ids are not yet known here. These must fit in one step.
         """
         self.cache.reserve(max(segment.start + segment.count for segment in segments))
-        asked = set(wanted)
+        asked = np.zeros(len(token_ids), dtype=bool)
+        asked[wanted] = True
         parts = [
             self._part(rows, shape, token_ids, asked, logits, None if shape.packed and not shape.beside else written)
             for rows, shape in self._shaped(segments)
         ]
-        return LaunchedStep(parts, wanted, self._device)
+        return LaunchedStep(parts, list(wanted), self._device)
 
     def joins(self, rows: int, tokens: int, *, drafts: bool) -> bool:
         """Return whether so many rows that decode are computed in a step of prompts.
@@ -230,21 +234,18 @@ class PagedSteps:
         rows: Sequence[StepRow],
         shape: StepShape,
         token_ids: Sequence[int],
-        asked: Collection[int],
+        asked: np.ndarray,
         logits: bool,
         written: tuple[torch.Tensor, Sequence[int]] | None = None,
     ) -> StepPart:
         """Launch one step, and a copy of what is wanted of it, which the next step overwrites."""
         self.cache.reserve_rows([(row.row, row.start, row.start + row.count) for row in rows])
-        indices: list[Sequence[int]] = [range(row.packed, row.packed + row.count) for row in rows]
-        if len(asked) < len(token_ids):
-            indices = [[i for i in mine if i in asked] for mine in indices]
-        if shape.tokens == 1 or any(len(mine) > 1 for mine, row in zip(indices, rows, strict=True) if not row.beside):
-            shape = replace(shape, all_logits=True)
         tables = self.cache.tables([row.row for row in rows])[:, : shape.width]
-        work = StepWork(rows, indices, token_ids, tables, written)
+        work = StepWork(rows, token_ids, asked, tables, written)
+        if shape.tokens == 1 or work.several:
+            shape = replace(shape, all_logits=True)
         outputs, places = self._do_best(shape, work)
-        packed = [index for mine in indices for index in mine]
+        packed = work.source[work.wanted].tolist()
         best = outputs.best.clamp(min=0)  # a copy, since the next step may overwrite it; NOT_A_NUMBER is no token there
         if not logits:
             values = torch.empty(best.shape, dtype=best.dtype, pin_memory=best.device.type == "cuda")

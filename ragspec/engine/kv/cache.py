@@ -121,9 +121,12 @@ class ModelCache:
             each.index_copy_(1, places[each.device], new.to(each.device))
 
     @torch.inference_mode()
-    def erase(self, row: int) -> None:
-        """Overwrite a row's tokens, where no other uses them: masked slots take part in the arithmetic as zeros."""
-        spans = self._tables.own(row)
+    def erase(self, row: int, start: int = 0) -> None:
+        """Overwrite a row's tokens from `start` on, where no other uses them.
+
+        Masked slots take part in the arithmetic with a weight of 0, so none may hold what is no number.
+        """
+        spans = [(max(start, first), last) for first, last in self._tables.own(row) if start < last]
         places = torch.tensor([place for first, last in spans for place in self.slots_of(row, first, last)])
         for each in self.flat() if len(places) else ():
             each.index_fill_(1, places.to(each.device), 0)

@@ -23,6 +23,7 @@ from ragspec.models.compat import forget, length_dependent, takes_padding
 from ragspec.models.logits_processors import (
     GenerationRules,
     GrammarMasks,
+    NotNumbers,
     OnlyNumbers,
     answers_by_row,
     generated_logprobs,
@@ -103,6 +104,7 @@ REFUSALS = (ValueError, TypeError, AssertionError, ImportError)
 log = logging.getLogger(__name__)
 LEFT_NOTE = "method auto answers greedy records without it from here on"
 PLAIN_IS_FASTER = "method auto: plain decoding is faster here"
+OVERFLOWED = "with drafts, logits were not numbers (NaN)"
 REMEDY_NOTE = "write `speculation: {method: none}` or remove what keeps ragspec's own engine from answering"
 
 
@@ -221,7 +223,7 @@ class StockBackend:
             return
         clock, self.clock = self.clock, StockClock()
         try:
-            plain = self._call([request], [begin(self._grammars, request.grammar)], drafts=False)[0]
+            plain = self._call([request], [begin(self._grammars, request.grammar)], "a comparison")[0]
         except MAY_BE_MEMORY as error:  # the answer with drafts is there; only the comparison is lost
             out_of_memory(error)
             self._compared = None
@@ -246,13 +248,19 @@ class StockBackend:
         self.notes.append("records are answered one at a time: padding changes what this model computes")
         return False
 
-    def _answer(self, batch: list[Request]) -> Iterator[Generation | Failure]:
-        """Answer a batch; if it fails, answer its records one by one, so that only the faulty one fails."""
+    def _answer(self, batch: list[Request], undrafted: str = "") -> Iterator[Generation | Failure]:
+        """Answer a batch; if it fails, answer its records one by one, so that only the faulty one fails.
+
+        Where it overflows with drafts, which may be wrong, it is answered without. undrafted: as _call takes it.
+        """
         try:
             matchers = [begin(self._grammars, request.grammar) for request in batch]
-            yield from self._call(batch, matchers)
+            yield from self._call(batch, matchers, undrafted)
             return
         except RecordError as error:
+            if isinstance(error, NotNumbers) and self._spec.method != "none" and not undrafted:
+                yield from self._answer(batch, OVERFLOWED)
+                return
             failure = Failure(batch[0].index, str(error), "RecordError")
         except ValueError as error:  # generate() refuses its arguments
             failure = Failure(batch[0].index, f"generate() rejects it: {flat(error, 500)}")
@@ -263,7 +271,7 @@ class StockBackend:
             yield failure
             return
         for request in batch:
-            yield from self._answer([request])
+            yield from self._answer([request], undrafted)
 
     def _shaped(self, request: Request, token_ids: list[int], reason: str) -> tuple[list[int], str]:
         """Return the tokens of an answer with a grammar, and its finish reason.
@@ -282,7 +290,8 @@ class StockBackend:
             raise RecordError(matcher.problem)
         return token_ids, "stop" if matcher.endless and matcher.complete else reason
 
-    def _call(self, batch: list[Request], matchers: list[Matcher | None], *, drafts: bool = True) -> list[Generation]:
+    def _call(self, batch: list[Request], matchers: list[Matcher | None], undrafted: str = "") -> list[Generation]:
+        """Answer a batch. undrafted: why without drafts, "" for with."""
         sampling = batch[0].sampling
         width = max(len(request.token_ids) for request in batch)
         rows = [[self._rules.pad] * (width - len(request.token_ids)) + request.token_ids for request in batch]
@@ -299,14 +308,12 @@ class StockBackend:
             forget(module)
         # a sampled answer must not depend on timing
         plain_only = self._stopped_drafting and sampling.temperature == 0
-        undrafted = "a comparison" if not drafts else PLAIN_IS_FASTER if plain_only else ""
+        undrafted = undrafted or (PLAIN_IS_FASTER if plain_only else "")
         config = self._generation_config(sampling)
         undrafted = undrafted or self._assistance.no_drafts_reason(sampling, config, shaped=any(matchers))
         if not undrafted:
             self._assistance.configure(config)
-        processors: list[Any] = [*self._rules.penalties(sampling, width)]
-        if undrafted or self._spec.method == "none":  # what follows a wrong draft may be anything
-            processors.insert(0, OnlyNumbers())
+        processors: list[Any] = [OnlyNumbers(), *self._rules.penalties(sampling, width)]
         if any(matchers):
             if any(each is not None and each.endless for each in matchers):
                 criteria.append(FormComplete(matchers, width))
