@@ -13,7 +13,7 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -24,12 +24,14 @@ import zstandard
 
 from ragspec.errors import ConfigError, flat
 from ragspec.inputs.storage import is_url
+from ragspec.inputs.values import is_text, kind
 from ragspec.json_text import JSONDecodeError, dumps, loads
 from ragspec.outputs.ledger import Drop, Finished
 
 # -- Parquet ---------------------------------------------------------------------------------------
 
 AS_JSON = ("metadata", "logprobs", "parsed", "passages")  # their types depend on the record: stored as JSON texts
+MOST = 1 << 63  # columns of whole numbers hold those below
 FINISHED = ["id", "fingerprint", "error", "prompt_tokens", "output_tokens", "request", "config"]  # what Finished needs
 
 
@@ -145,6 +147,64 @@ def _schema(arrow: Any) -> Any:
         "config": text,
     }
     return arrow.schema(list(columns.items()))
+
+
+def misfit(line: Mapping[str, Any], schema: Any) -> str:
+    """Return which field of an output line its column cannot hold, and why; "" if all fit. schema: of Parquet."""
+    columns = (column for column in schema if column.name not in AS_JSON)
+    return next(filter(None, (_misfit(line.get(each.name), each.type, each.name) for each in columns)), "")
+
+
+def _misfit(value: Any, form: Any, name: str) -> str:
+    """Return how a value differs from an Arrow type, "" if the type holds it."""
+    from pyarrow import types
+
+    if value is None:
+        return ""
+    if types.is_struct(form):
+        if isinstance(value, dict):
+            fields = (_misfit(value.get(each.name), each.type, f"{name}.{each.name}") for each in form)
+            return next(filter(None, fields), "")
+        wanted = "an object"
+    elif types.is_list(form):
+        if isinstance(value, list):
+            return next(filter(None, (_misfit(item, form.value_type, f"{name}[]") for item in value)), "")
+        wanted = "a list"
+    elif types.is_boolean(form):
+        if isinstance(value, bool):
+            return ""
+        wanted = "a boolean"
+    elif types.is_string(form):
+        if is_text(value):
+            return ""
+        wanted = "a string"
+    else:
+        real = types.is_floating(form)
+        wanted = "a number" if real else "a whole number"
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            is_held = abs(value) < MOST and float(value).is_integer()
+            return (
+                ""
+                if is_held or (real and isinstance(value, float))
+                else f'"{name}" must be {wanted}, got {value!s:.20}'
+            )
+    return f'"{name}" must be {wanted}, got {kind(value)}'
+
+
+def foreign(line: Mapping[str, Any], schema: Any) -> list[str]:
+    """Return the fields of an output line that have no column."""
+    from pyarrow import types
+
+    inner = [(each.name, each.type) for each in schema if types.is_struct(each.type)]
+    return [
+        *(name for name in line if name not in schema.names),
+        *(
+            f"{name}.{field}"
+            for name, form in inner
+            for field in line.get(name) or ()
+            if form.get_field_index(field) < 0
+        ),
+    ]
 
 
 # -- lines -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from ragspec.config.io import OutputConfig
 from ragspec.errors import ConfigError, flat
+from ragspec.inputs.record_ids import KeySet
 from ragspec.inputs.storage import advising, is_url, network_errors
 from ragspec.json_text import dumps
 from ragspec.models.resolve import LOGIN, PATIENCE_S, hub_answers
-from ragspec.outputs.codecs import Parquet
-from ragspec.outputs.reader import answer_lines, native
+from ragspec.outputs.codecs import Parquet, foreign, misfit
+from ragspec.outputs.reader import answer_lines, id_of, native
 from ragspec.outputs.target import Target, target_of
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ REFUSED = {401: f"the token is not valid; {LOGIN}", 403: "the token may not writ
 MOVED = (409, 412)  # another commit came in between
 WAY_OUT = "; finish the run, or add --partial"
 SHOWN = 200  # characters of a message of the hub's
+NAMED = 8  # fields in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,11 @@ class Pushed:
 
 @dataclass(slots=True)
 class Counts:
-    """Totals over output lines. records: answered ones."""
+    """Totals over output lines.
+
+    records: answered ones. repeated: lines with the id of an earlier one. foreign: fields without a column, and how
+    many lines have them.
+    """
 
     records: int = 0
     failed: int = 0
@@ -100,6 +107,21 @@ class Counts:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    repeated: int = 0
+    first_repeated: str = ""
+    foreign: Counter[str] = field(default_factory=Counter)
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the dataset may not expect."""
+        notes = []
+        if self.repeated:
+            count = f"{self.repeated:,} of {self.records + self.failed:,} lines"
+            notes.append(f'{count} repeat the id of an earlier one (first "{self.first_repeated:.80}"); all are pushed')
+        if self.foreign:
+            names = [name for name, _ in self.foreign.most_common()]
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            notes.append(f"fields that ragspec does not write are not pushed ({', '.join(names[:NAMED])}{more})")
+        return notes
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Count a line."""
@@ -140,7 +162,7 @@ def push(answers: str, to: Destination, *, message: str | None = None, partial: 
         if missing and not partial:
             raise ConfigError(f"{answers}: {missing}{WAY_OUT}")
         pushed = Pushed("", records=counts.records, failed=counts.failed, files=len(local))
-        pushed.notes += [f"{answers}: {missing}"] if missing else []
+        pushed.notes += [f"{answers}: {note}" for note in [missing, *counts.notes()] if note]
         with _hub_errors(to):
             _commit(to, local, _section(counts, statistics), pushed, message, Path(folder))
     return pushed
@@ -186,6 +208,7 @@ def _written(answers: str, to: Destination, folder: Path) -> tuple[Counts, dict[
     codec, counts = Parquet(), Counts()
     parts: list[Path] = []
     waiting: list[bytes] = []
+    ids = KeySet()
 
     def write() -> None:
         parts.append(folder / f"{len(parts):05}.parquet")
@@ -196,8 +219,15 @@ def _written(answers: str, to: Destination, folder: Path) -> tuple[Counts, dict[
     try:
         with advising("ANSWERS takes the output of a run", [answers]):
             for line in map(native, answer_lines(answers)):
-                if line.get("id") is None or (line.get("output") is None and line.get("error") is None):
+                line["id"] = id_of(line)
+                if line["id"] is None or (line.get("output") is None and line.get("error") is None):
                     raise ConfigError(f"{answers}: not an output of ragspec: its lines need id and output")
+                if wrong := misfit(line, codec.schema):
+                    raise ConfigError(f'{answers}: record "{line["id"]:.80}": {wrong}; correct it, or remove the field')
+                if not ids.add(line["id"]):
+                    counts.repeated += 1
+                    counts.first_repeated = counts.first_repeated or line["id"]
+                counts.foreign.update(foreign(line, codec.schema))
                 counts.add(line)
                 waiting.append(dumps(line))
                 size += len(waiting[-1])

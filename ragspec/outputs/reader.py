@@ -97,15 +97,19 @@ def native(line: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "custom_id" not in line:
         return dict(line)
-    body = (line.get("response") or {}).get("body") or {}
-    choices, usage = body.get("choices") or [{}], body.get("usage") or {}
-    error = line.get("error")
+    body = _object(_object(line.get("response")).get("body"))
+    choices, usage, error = body.get("choices"), _object(body.get("usage")), line.get("error") or None
+    first = _object(choices[0]) if isinstance(choices, list) and choices else {}
     found = {
         "id": id_of(line),
         "output": text_of(line),
-        "finish_reason": choices[0].get("finish_reason"),
+        "finish_reason": first.get("finish_reason"),
         "prompt_tokens": usage.get("prompt_tokens"),
         "output_tokens": usage.get("completion_tokens"),
-        "error": {"type": error.get("code"), "message": error.get("message")} if error else None,
+        "error": {"type": error.get("code"), "message": error.get("message")} if isinstance(error, dict) else error,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

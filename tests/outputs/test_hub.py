@@ -57,7 +57,7 @@ def test_answers_appear_in_one_commit_and_only_once(tmp_path, hub):
     answers = answered(tmp_path, fail=["q3"])
     first = push(hub, answers, "me/answers", "--private", "--message", "tonight's")
     assert (first.returncode, first.stdout) == (0, "")
-    assert "pushed 49 answered, 1 failed" in first.stderr
+    assert first.stderr.startswith("pushed 49 answered, 1 failed")  # without a note
     assert hub.commits("me/answers") == ["initial commit", "tonight's"]
     assert hub.datasets["me/answers"]["private"]
     assert len(hub.stored) == 1  # large enough to be uploaded before the commit
@@ -102,7 +102,7 @@ def test_an_output_of_any_format_is_pushed(tmp_path, hub, name, more):
         pytest.importorskip("lancedb")
     answers = answered(tmp_path, name, count=20, fail=["q3"], **more)
     done = push(hub, answers, "me/answers", "--name", "fake", "--split", "test", "--revision", "nightly")
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr[:7]) == (0, "pushed "), done.stderr
     found = rows(hub, file="fake/test-00000-of-00001.parquet", branch="nightly")
     assert [row["id"] for row in found] == [f"q{i}" for i in range(20)]
     assert [row["id"] for row in found if row["error"]] == ["q3"]
@@ -185,6 +185,42 @@ def test_a_line_without_an_id_or_an_answer_is_not_pushed(tmp_path, line):
     answers = write_jsonl(tmp_path / "a.jsonl", [{"id": "q0", "output": "Ann."}, line])
     with pytest.raises(ConfigError, match="its lines need id and output"):
         _written(answers, Destination("me/answers"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"prompt_tokens": "many"}, '"prompt_tokens" must be a whole number, got a string'),
+        ({"prompt_tokens": 10**30}, '"prompt_tokens" must be a whole number, got 1000'),
+        ({"prompt_tokens": 3.5}, '"prompt_tokens" must be a whole number, got 3.5'),
+        ({"latency_s": 10**400}, '"latency_s" must be a number, got 1000'),
+        ({"speculation": 5}, '"speculation" must be an object, got a number'),
+        ({"speculation": {"drafted": [1]}}, '"speculation.drafted" must be a whole number, got a list'),
+        ({"context_scores": ["high"]}, '"context_scores[]" must be a number, got a string'),
+        ({"contexts": "d1"}, '"contexts" must be a list, got a string'),
+        ({"error": "late"}, '"error" must be an object, got a string'),
+        ({"custom_id": "a", "response": {"body": {"choices": 1, "usage": 7}}, "error": "late"}, '"error" must be'),
+        ({"custom_id": "a", "response": 5}, "its lines need id and output"),
+    ],
+)
+def test_a_field_that_its_column_cannot_hold_is_named(tmp_path, line, said):
+    own = {} if "custom_id" in line else {"id": "a", "output": "Ann."}
+    answers = write_jsonl(tmp_path / "a.jsonl", [own | line])
+    with pytest.raises(ConfigError) as refused:
+        _written(answers, Destination("me/answers"), tmp_path)
+    assert str(refused.value).startswith(f"{answers}: ")
+    assert said in str(refused.value)
+
+
+def test_a_note_tells_of_repeated_ids_and_of_fields_that_are_not_pushed(tmp_path):
+    one = {"id": "a", "output": "Ann.", "stars": 5, "speculation": {"drafted": 4, "mine": 1}}
+    answers = write_jsonl(tmp_path / "a.jsonl", [one, {"id": 7, "output": "Bo."}, {"id": "7", "output": "Cy."}])
+    counts, files = _written(answers, Destination("me/answers"), tmp_path)
+    assert counts.notes() == [
+        '1 of 3 lines repeat the id of an earlier one (first "7"); all are pushed',
+        "fields that ragspec does not write are not pushed (stars, speculation.mine)",
+    ]
+    assert [row["id"] for row in parquet.read_table(files[FILE]).to_pylist()] == ["a", "7", "7"]
 
 
 def test_what_cannot_be_pushed_is_said_in_a_line(tmp_path, hub):
