@@ -215,10 +215,12 @@ def make_plan(
 
 
 def check_input(config: RunConfig) -> None:
-    """Raise ConfigError if the input of a plan cannot be opened, before anything loads."""
+    """Raise ConfigError if the input of a plan cannot be opened or is empty, before anything loads."""
     assert config.input is not None
-    with advising("--input takes a file of records", revealed(config.input.path)), open_source(config.input):
-        pass
+    with advising("--input takes a file of records", revealed(config.input.path)), open_source(config.input) as source:
+        is_pipe = getattr(source, "waits", False)  # what is read of one here is lost
+        if not is_pipe and next(iter(source), None) is None:
+            raise ConfigError(f"{config.input}: contains no records; nothing to answer")
 
 
 def baseline_of(

@@ -160,6 +160,15 @@ def test_a_benchmark_of_nothing_is_an_error(tmp_path):
     assert "none: no record was answered (1 failed)" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["benchmark", "verify", "tune"])
+def test_an_empty_input_is_named_before_anything_loads(tmp_path, command):
+    config, empty = tmp_path / "c.yaml", tmp_path / "in.jsonl"
+    config.write_text("model: no/such\nrunner: huggingface\nspeculation: {method: context}")
+    empty.write_text("\n\n")
+    done = ragspec(command, "-c", config, "-i", empty, "-o", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (2, f"error: {empty}: contains no records; nothing to answer\n")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
