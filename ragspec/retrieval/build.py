@@ -84,6 +84,8 @@ def build(
         writer = Writer(config.index, config.storage_options, settings)
         had = writer.rows
         known = dict(writer.known())
+        if damaged := writer.drop_damaged():
+            summary.notes.append(f"{config.index}: its full-text index was damaged, and is built again")
         if had and writer.begins_anew:
             summary.notes.append(f"{config.index}: built with different settings; all documents are processed again")
         pending: list[Chunk] = []
@@ -126,7 +128,7 @@ def build(
             stale += known.values()
         if stale:
             writer.remove(stale)
-        if stale or summary.chunks_written:
+        if stale or summary.chunks_written or damaged:
             writer.finish()
         summary.chunks = writer.rows
     summary.seconds = time.perf_counter() - started

@@ -215,6 +215,7 @@ yourself yourselves
 VECTORS_INDEXED_FROM = 100_000  # rows; fewer are compared exactly, one by one
 KEPT = timedelta(days=7)  # how long replaced versions stay, for readers that opened them
 FOR_EVER = timedelta(days=36500)
+PROBED = 32  # words of a passage by which a full-text index is tested
 DELETED_AT_ONCE = 1000  # digests per statement
 
 
@@ -250,6 +251,23 @@ class Writer:
             built_with = settings_of(table, uri)
         self._table = table
         self._fresh = built_with != settings
+
+    def drop_damaged(self) -> bool:
+        """Drop a full-text index that cannot be searched, which `finish` then builds anew; return whether it was."""
+        from lancedb.query import MatchQuery
+
+        if self._fresh:
+            return False
+        some = self._table.search().select(["text"]).limit(1).to_list()
+        words = " ".join(some[0]["text"].split()[:PROBED]) if some else "any"
+        try:
+            self._table.search(MatchQuery(words, "text"), query_type="fts").select(["id"]).limit(1).to_list()
+            return False
+        except (OSError, ValueError, RuntimeError):  # of LanceDB, which has no names for its errors
+            for index in self._table.list_indices():
+                if "text" in index.columns:
+                    self._table.drop_index(index.name)
+            return True
 
     @property
     def begins_anew(self) -> bool:

@@ -292,6 +292,22 @@ def test_a_damaged_index_is_not_called_missing_nor_written_over(tmp_path):
         built(tmp_path)
 
 
+@pytest.mark.parametrize("file", ["metadata", "part_0_tokens", "part_0_invert", "part_0_docs"])
+@pytest.mark.parametrize("damage", ["overwritten", "deleted"])
+def test_a_damaged_full_text_index_is_built_again(tmp_path, file, damage):
+    built(tmp_path)
+    [path] = (tmp_path / "idx" / "chunks.lance" / "_indices").glob(f"*/{file}.lance")
+    if damage == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(os.urandom(path.stat().st_size))
+    again = built(tmp_path)
+    assert (again.unchanged, again.chunks, again.chunks_written) == (4, 4, 0)
+    assert again.notes == [f"{tmp_path / 'idx'}: its full-text index was damaged, and is built again"]
+    assert ids(Retriever(config(tmp_path)).search(["trimming lamps"])[0]) == ["lamp"]
+    assert built(tmp_path).notes == []
+
+
 def test_what_cannot_be_looked_at_stays_in_the_index(tmp_path):
     folder = tmp_path / "docs"
     folder.mkdir()
