@@ -81,13 +81,14 @@ def build(
     embedder = embedder_of(config.embedding_model) if config.embedding_model else None
     chunker, settings = _prepare(config, embedder, summary)
     with building(config.index), failing(config.index, "written"):
-        writer = Writer(config.index, config.storage_options, settings)
+        writer = Writer(config.index, config.storage_options, settings, embedder.probe if embedder else None)
         had = writer.rows
         known = dict(writer.known())
         if damaged := writer.drop_damaged():
             summary.notes.append(f"{config.index}: its full-text index was damaged, and is built again")
         if had and writer.begins_anew:
-            summary.notes.append(f"{config.index}: built with different settings; all documents are processed again")
+            changed = f'another model named "{config.embedding_model}"' if writer.other_model else "different settings"
+            summary.notes.append(f"{config.index}: built with {changed}; all documents are processed again")
         pending: list[Chunk] = []
         stale: list[str] = []
         seen = KeySet()

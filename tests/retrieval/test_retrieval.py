@@ -398,6 +398,68 @@ def test_vectors_find_what_shares_no_word_and_hybrid_has_both(tmp_path):
     assert (changed.unchanged, changed.removed) == (3, 1)
 
 
+def embedding_model(folder, seed, lacks="", **sizes):
+    """Save a small random embedding model without the weights whose names contain `lacks`; return its folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    words = sorted({word.strip(".,;").lower() for doc in DOCS for word in doc["text"].split()})
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16} | sizes
+    shape = BertConfig(vocab_size=len(words) + 5, initializer_range=0.5, **sizes)
+    BertModel(shape).save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if not lacks or lacks not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_an_index_knows_its_embedding_model_whatever_its_name(tmp_path):
+    """Vectors of two models say nothing of each other, and dimensions are often the same."""
+    name = embedding_model(tmp_path / "m", 0)
+    assert built(tmp_path, embedding_model=name, chunk_size=32).notes == []
+    before = ids(Retriever(config(tmp_path, mode="dense")).search(["owls hunt mice"])[0])
+    embedding_model(tmp_path / "m", 1)
+    with pytest.raises(ConfigError, match=f'made with another model than the one that is now "{name}"; build the'):
+        Retriever(config(tmp_path))
+    assert ids(Retriever(config(tmp_path, mode="bm25")).search(["owls"])[0]) == ["owl"]
+    again = built(tmp_path, embedding_model=name, chunk_size=32)
+    assert again.chunks_written == 4
+    assert again.notes == [
+        f'{tmp_path / "idx"}: built with another model named "{name}"; all documents are processed again'
+    ]
+    Retriever(config(tmp_path))
+    assert built(tmp_path, embedding_model=name, chunk_size=32).unchanged == 4
+    embedding_model(tmp_path / "m", 0)
+    built(tmp_path, embedding_model=name, chunk_size=32)
+    assert ids(Retriever(config(tmp_path, mode="dense")).search(["owls hunt mice"])[0]) == before
+
+
+def test_an_embedding_model_that_lacks_weights_is_refused_unless_nothing_depends_on_them(tmp_path):
+    """What files lack, transformers fills with random numbers: others in each run."""
+    name = embedding_model(tmp_path / "m", 0, lacks="layer.1")
+    with pytest.raises(ConfigError, match=r'embedding_model: ".*m": its weights lack \d+ of the .*layer\.1\.'):
+        built(tmp_path, embedding_model=name)
+    assert built(tmp_path, embedding_model=embedding_model(tmp_path / "n", 0, lacks="pooler"), chunk_size=32).added == 4
+
+
+@pytest.mark.parametrize(("wrong", "why"), [("shape", "do not have the shapes"), ("nan", "vectors are not numbers")])
+def test_a_damaged_embedding_model_is_one_line(tmp_path, wrong, why):
+    from safetensors.torch import load_file, save_file
+
+    name = embedding_model(tmp_path / "m", 0)
+    weights = load_file(f"{name}/model.safetensors")
+    key = next(key for key in weights if "position_embeddings" in key)
+    weights[key] = weights[key][:7].contiguous() if wrong == "shape" else weights[key] * float("nan")
+    save_file(weights, f"{name}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"retrieval.embedding_model: .*{why}"):
+        built(tmp_path, embedding_model=name)
+
+
 def test_dense_search_needs_vectors(tmp_path):
     built(tmp_path)
     with pytest.raises(ConfigError, match="has no vectors"):
