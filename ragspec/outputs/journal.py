@@ -336,6 +336,11 @@ class Journal:
                 f"{self.output}: lines that are damaged, or not ragspec's: {self.ledger.foreign}; they stay, and "
                 "answer no record"
             )
+        if self.ledger.repeated:
+            notes.append(
+                f"{self.output}: lines for a record that an earlier line has finished: {self.ledger.repeated}; they "
+                "stay, and are counted; delete them, or start over with --no-resume"
+            )
         lacking = self.target.state.lacking if self.target is not None else []
         if lacking and self.ledger.answers:
             without = " and ".join(lacking)

@@ -82,6 +82,7 @@ class Ledger:
     """The finished rows of earlier runs. resumed: their number of lines. failures: the causes of failed ones.
 
     answers, prompt_tokens, output_tokens: counted over answered lines. foreign: number of lines that finish nothing.
+    repeated: number of lines for rows that an earlier line had finished.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,7 @@ class Ledger:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.foreign = 0
+        self.repeated = 0
         self.failures = Causes()
         self._finished = KeySet()
         self._answered_ids = KeySet()
@@ -103,7 +105,7 @@ class Ledger:
         if found.key is None:
             self.foreign += 1
             return
-        self._finished.add(found.key)
+        self.repeated += not self._finished.add(found.key)
         if found.failed:
             self._failed.add(found.key)
             self.failures.add(cause_of(found.message, found.id), found.message)

@@ -192,3 +192,21 @@ def test_csv_is_not_the_name_of_lines(tmp_path, format):
 def test_an_empty_store_has_no_header(tmp_path):
     CsvFile(tmp_path / "a.csv").close()
     assert (tmp_path / "a.csv").read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_rows_that_were_doubled_are_told(tmp_path, name):
+    path = tmp_path / name
+    assert not any("earlier line" in note for note in run(tmp_path, path=str(path)).notes)
+    assert not any("earlier line" in note for note in run(tmp_path, path=str(path)).notes)
+    path.write_bytes(path.read_bytes() * 2 if name == "a.jsonl" else path.read_bytes() + doubled_rows(path))
+    again = run(tmp_path, path=str(path))
+    assert again.skipped == 6
+    assert [note for note in again.notes if "earlier line" in note] == [
+        f"{path}: lines for a record that an earlier line has finished: 6; they stay, and are counted; delete them, or "
+        "start over with --no-resume"
+    ]
+
+
+def doubled_rows(path):
+    return path.read_bytes().split(b"\n", 1)[1]
