@@ -53,6 +53,7 @@ def check_weights(
         ConfigError: the checkpoint is incomplete or not a causal language model.
     """
     extra, folder = extra or {}, Path(source.path)
+    _generation_config(source, key)  # transformers reads it with the weights, and its message names no file
     try:
         check_task(config)
         if not by_transformers and not any((folder / name).is_file() for name in (ONE, INDEX)):
@@ -284,7 +285,7 @@ def model_notes(
     return notes
 
 
-def _generation_config(source: ModelSource) -> tuple[dict[str, Any], str]:
+def _generation_config(source: ModelSource, key: str = "model") -> tuple[dict[str, Any], str]:
     """Return the content of a folder's generation_config and, if it cannot be read, the reason."""
     path = Path(source.path) / GENERATION
     if not path.is_file():
@@ -294,7 +295,7 @@ def _generation_config(source: ModelSource) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError) as error:
         return {}, flat(error, 100)
     if not isinstance(found, dict):
-        raise ConfigError(f'model: "{source.name}": {GENERATION} must be a JSON object; fix or delete it')
+        raise ConfigError(f'{key}: "{source.name}": {GENERATION} must be a JSON object; fix or delete it')
     return found, ""
 
 

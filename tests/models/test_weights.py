@@ -219,6 +219,18 @@ def test_a_broken_draft_is_refused(engine, tiny, tiny_draft, tmp_path):
         huggingface.Runner(config_of(tiny, speculation=spec, runner_args={"engine": engine})).check()
 
 
+@pytest.mark.parametrize("content", ["1", "null", "[]"])
+def test_a_generation_config_that_is_no_object_is_named(tiny, tmp_path, content):
+    folder = copy(tiny, tmp_path / "broken")
+    (folder / "generation_config.json").write_text(content)
+    said = f'"{folder}": generation_config.json must be a JSON object; fix or delete it'
+    spec = {"method": "draft_model", "draft_model": str(folder)}
+    for config, key in ((config_of(folder), "model"), (config_of(tiny, speculation=spec), "speculation.draft_model")):
+        with pytest.raises(ConfigError) as refused:
+            huggingface.Runner(config).check()
+        assert str(refused.value) == f"{key}: {said}"
+
+
 def test_a_file_that_is_no_gguf_is_refused_in_one_line(tmp_path):
     for content, why in (
         (b"GGUF", r"has no tensors \(4 bytes\)"),
