@@ -28,7 +28,7 @@ from ragspec.inputs.columns import Columns, listed
 from ragspec.inputs.content import DAMAGES, PACKED, Stream, decoded, encoding_of, failure_reason, unpacked
 from ragspec.inputs.sources import kind_of, open_source
 from ragspec.inputs.text import TextSource
-from ragspec.inputs.values import id_text, names
+from ragspec.inputs.values import id_text, kind, names
 from ragspec.models.resolve import brings_code, needs_code, resolve
 
 NOT_CONTENT = ("script", "style", "noscript", "template", "nav")
@@ -418,12 +418,14 @@ def _row_document(row: InputRow, where: str, name: str) -> Document:
         raise value
     if isinstance(value, dict) and value.get("text", "") is None:  # an empty cell
         raise RecordError("empty: contains no text")
-    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+    if isinstance(value, dict) and not isinstance(value.get("text", ""), str):
+        raise RecordError(f'"text" must be a string, got {kind(value["text"])}')
+    if not isinstance(value, dict) or "text" not in value:
         has = f"; it has {names(value)}" if isinstance(value, dict) else ""
         raise RecordError(f'a document is an object {{"id", "title", "text"}} with a text{has}')
     key, title, text = value.get("id", value.get("_id")), value.get("title"), value["text"]  # _id: BEIR
     if title is not None and not isinstance(title, str):
-        raise RecordError('"title" must be a string')
+        raise RecordError(f'"title" must be a string, got {kind(title)}')
     doc = id_text(key) or f"{name}:{row.number}"
     return Document(doc, where, _digest(doc, title or "", text.encode()), lambda: Text(text, title or None))
 

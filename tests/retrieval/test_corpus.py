@@ -169,14 +169,18 @@ def test_bad_lines_are_left_out_one_by_one(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(
         '{"id": "a", "text": "x"}\nnot json\n[1]\n{"id": "b"}\n{"id": true, "text": "x"}\n'
-        '{"id": "c", "title": 3, "text": "x"}\n{"id": "d", "text": "x"}\n'
+        '{"id": "c", "title": 3, "text": "x"}\n{"id": "d", "text": "x"}\n{"id": "e", "text": 5}\n{"text": ["x"]}\n'
     )
     found = of(file)
     assert [item.id for item in found if not isinstance(item, Skipped)] == ["a", "d"]
     bad = [item for item in found if isinstance(item, Skipped)]
-    assert [item.where for item in bad] == [f"{file}:{line}" for line in (2, 3, 4, 5, 6)]
+    assert [item.where for item in bad] == [f"{file}:{line}" for line in (2, 3, 4, 5, 6, 8, 9)]
     assert bad[0].why.startswith("not valid JSON")
-    assert '"title" must be a string' in bad[4].why
+    assert [item.why for item in bad[4:]] == [
+        '"title" must be a string, got a number',
+        '"text" must be a string, got a number',
+        '"text" must be a string, got a list',
+    ]
 
 
 def test_a_damaged_archive_keeps_what_came_before(tmp_path):
