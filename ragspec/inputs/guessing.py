@@ -91,6 +91,22 @@ def guessed(values: Sequence[Any]) -> Mapping:
     return mapping if unread and _parsed(records, mapping) >= _parsed(records, {}) else {}
 
 
+def guessed_references(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the names under which records that only tell references have them, their ids and questions.
+
+    Without fields that have a name which is read anyway.
+    """
+    read = {"id": ("id", "custom_id"), "reference": REFERENCES, "query": ("query", "question")}
+    found = {
+        ours: _name_of(records, ours)
+        for ours, names in read.items()
+        if all(record.get(name) is None for record in records for name in names)
+    }
+    if not _are_references(records, found.get("reference", "")):
+        found.pop("reference", None)
+    return {ours: theirs for ours, theirs in found.items() if theirs not in ("", *read[ours])}
+
+
 def _name_of(records: Sequence[dict[str, Any]], ours: str) -> str:
     """Return the records' name for a field, "" without one; not one that far more rows have under another."""
     known: dict[str, list[str]] = {}

@@ -212,7 +212,7 @@ def evaluate(
     scores = scores_of(own, citing=citing)
     others = {} if other is None else scores_of(other, citing=citing)
     check_computed(gates, scores, None if other is None else others, [JUDGED, FAILED])
-    questions = read_questions(references) if judge is not None and references is not None else {}
+    questions = read_questions(references, own.names) if judge is not None and references is not None else {}
     if judge is not None:
         scores |= _judged(judge, own, questions)
     found = Evaluation(answers, len(own.graded), len(own.failed), means(scores), notes=_notes(own))
@@ -275,6 +275,9 @@ def _agreement(scores: Scores) -> Estimate | None:
 def _notes(answers: Answers) -> list[str]:
     """Return notes on what could not be scored, or may be scored against the reference of another record."""
     notes = []
+    if answers.names:
+        read = ", ".join(f"{theirs} as {ours}" for ours, theirs in answers.names.items())
+        notes.append(f"--references: reads {read}, by the columns' names (--columns FIELD=NAME says otherwise)")
     if answers.unnamed:
         notes.append(
             f"{answers.unnamed} records of --references have no id, and are matched by their number in the file; if "

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ragspec.config.io import InputConfig
 from ragspec.errors import ConfigError, RecordError
+from ragspec.inputs.guessing import first_rows, guessed_references
 from ragspec.inputs.passages import LISTED, listed, passage_ids
 from ragspec.inputs.record import REFERENCES, reference_texts
 from ragspec.inputs.record_ids import RecordIds
-from ragspec.inputs.sources import open_source
+from ragspec.inputs.sources import open_source, size_of
 from ragspec.inputs.storage import advising
 from ragspec.inputs.values import is_text
 from ragspec.json_text import JSONDecodeError, loads
@@ -53,13 +54,15 @@ class Answers:
     """A run's answers by record id.
 
     failed: ids that only error lines have. repeated: ids of answers that a later line with the same id replaced.
-    unnamed: records of the references that have no id, so that their numbers stand for it.
+    unnamed: records of the references that have no id, so that their numbers stand for it. names: of the fields of
+    these records, where they are others than ragspec's, by ragspec's.
     """
 
     graded: dict[str, Graded] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
     unnamed: int = 0
+    names: dict[str, str] = field(default_factory=dict)
 
     @property
     def without(self) -> list[str]:
@@ -100,14 +103,15 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
     """
     paths = references.path if isinstance(references, InputConfig) else [references] if references else []
     with advising("--references takes a file of records that have a reference", paths):
-        given, unnamed = _by_id(references) if references else (None, 0)
+        names = _names_in(references, path) if references else {}
+        given, unnamed = _by_id(references, names) if references else (None, 0)
     if given == {}:
         raise ConfigError(f"--references {references}: contains no records")
     try:
         pattern = re.compile(refusal, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(f"--refusal: not a regular expression: {error}") from None
-    answers, failed = Answers(unnamed=unnamed), dict[str, None]()
+    answers, failed = Answers(unnamed=unnamed, names=names), dict[str, None]()
     for name, text, line in answers_in(path):
         if text is None:
             failed[name] = None
@@ -127,9 +131,9 @@ def read_graded(path: str, references: InputConfig | str | None = None, refusal:
     return answers
 
 
-def read_questions(references: InputConfig | str) -> dict[str, str]:
-    """Return the questions of records by id."""
-    found = ((name, row.get("query", row.get("question"))) for name, row in _by_id(references)[0].items())
+def read_questions(references: InputConfig | str, names: Mapping[str, str]) -> dict[str, str]:
+    """Return the questions of records by id. names: of Answers."""
+    found = ((name, row.get("query", row.get("question"))) for name, row in _by_id(references, names)[0].items())
     return {name: question for name, question in found if isinstance(question, str)}
 
 
@@ -228,10 +232,32 @@ def _by_rank(source: Mapping[str, Any], contexts: list[str]) -> list[str]:
     return places if sorted(places) == sorted(contexts) else contexts
 
 
-def _by_id(given: InputConfig | str) -> tuple[dict[str, dict[str, Any]], int]:
+def _names_in(references: InputConfig | str, answers: str) -> dict[str, str]:
+    """Return by ragspec's names what the fields of a file of references are called, judged by their usual names.
+
+    Without `--columns`, and without what is called as ragspec calls it. A column is their id only if it has ids of the
+    answers, and the numbers of the records, which are otherwise their ids, are none.
+    """
+    config = InputConfig(path=[references]) if isinstance(references, str) else references
+    if config.columns.given or size_of(config) is None:
+        return {}
+    with open_source(config) as source:
+        values = first_rows(row.value for row in source)
+    records = [{**metadata_of(value), **value} for value in values if isinstance(value, dict)]
+    names = guessed_references(records)
+    if "id" in names:
+        known = {name for name, _, _ in answers_in(answers)}
+        theirs = {id_given(record.get(names["id"])) for record in records}
+        if theirs.isdisjoint(known) or not known.isdisjoint(str(number) for number in range(1, len(values) + 1)):
+            del names["id"]
+    return names
+
+
+def _by_id(given: InputConfig | str, names: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], int]:
     """Return the records of a file of references, those of one id merged, and how many have no id.
 
-    Raises ConfigError if they differ in what answers are measured by, or if a reference is a printed Python list.
+    names: of Answers. Raises ConfigError if they differ in what answers are measured by, or if a reference is a printed
+    Python list.
     """
     found: dict[str, dict[str, Any]] = {}
     numbers: dict[str, int] = {}
@@ -242,10 +268,11 @@ def _by_id(given: InputConfig | str) -> tuple[dict[str, dict[str, Any]], int]:
             where = source.where(row.number)
             value = json_object(row.value, where)
             value = {**metadata_of(value), **value}
+            value |= {ours: value.get(theirs) for ours, theirs in names.items()}
             if any(is_text(value.get(key)) for key in REFERENCES) and (problem := references_of(value)[1]):
                 raise ConfigError(f"{where}: {problem}")  # a printed list: all records of the file have one
             unnamed += id_of(value) is None
-            name = ids.of(row)
+            name = ids.of(replace(row, value=value) if "id" in names else row)
             before = found.get(name, {})
             if name in found and (what := _conflict(before, value)):
                 raise ConfigError(

@@ -268,17 +268,46 @@ def test_references_of_other_columns_are_mapped(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("record", "read"),
+    [
+        ({"id": "a", "question": "?", "answer": "salt"}, "answer as reference"),
+        ({"qid": "a", "Ground_Truth": ["salt", "NaCl"]}, "qid as id, Ground_Truth as reference"),
+        ({"id": "a", "answer": "pepper", "reference": "salt"}, ""),
+        ({"id": "a", "uid": "b", "metadata": {"target": "salt"}}, "target as reference"),
+        ({"id": "a", "answers": ["salt"], "answer": "pepper"}, ""),
+    ],
+)
+def test_references_under_usual_names_are_read_with_a_note(tmp_path, record, read):
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": "a", "output": "salt", "metadata": {}}])
+    key = "id" if "id" in record else "qid"
+    given = write_jsonl(tmp_path / "ref.jsonl", [record, {**record, key: "b"}, {key: "c"}])
+    done = evaluated(out, "--references", given)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    note = f"--references: reads {read}, by the columns' names (--columns FIELD=NAME says otherwise)"
+    assert (found["notes"], found["scores"]["exact_match"]["mean"]) == ([note] if read else [], 100.0)
+
+
+def test_numbers_under_a_usual_name_of_ids_are_not_taken_where_the_records_numbers_are_ids_too(tmp_path):
+    out = write_jsonl(tmp_path / "out.jsonl", [{"id": str(i), "output": str(i)} for i in (1, 2)])
+    given = write_jsonl(tmp_path / "ref.jsonl", [{"uid": 2, "reference": "1"}, {"uid": 1, "reference": "2"}])
+    found = evaluate(out, references=given)
+    assert found.scores["exact_match"].mean == 100.0
+    assert found.notes[0].startswith("2 records of --references have no id, and are matched by their number")
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         ([], "none of its ids is one of"),
-        (["--columns", "id=quid"], 'input.columns.id: .* none of the first 1 records has "quid"; did you mean "qid"'),
-        (["--columns", "idd=qid"], '"columns.idd" is not a known key; did you mean "id"'),
+        (["--columns", "id=kye"], 'input.columns.id: .* none of the first 1 records has "kye"; did you mean "key"'),
+        (["--columns", "idd=key"], '"columns.idd" is not a known key; did you mean "id"'),
         (["--columns", "id"], '"id" is not FIELD=NAME'),
     ],
 )
 def test_references_of_other_records_are_one_line(tmp_path, more, message):
     out = write_jsonl(tmp_path / "out.jsonl", [{"id": "a", "output": "salt", "metadata": {}}])
-    given = write_jsonl(tmp_path / "ref.jsonl", [{"qid": "a", "reference": "salt"}])
+    given = write_jsonl(tmp_path / "ref.jsonl", [{"key": "a", "reference": "salt"}])
     done = evaluated(out, "--references", given, *more)
     assert isinstance(done.exception, ConfigError)
     assert re.search(message, str(done.exception))
