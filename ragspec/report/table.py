@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ FORMATS = ("md", "csv", "latex", "json")
 LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}"}
 LATEX |= {"^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "<": r"\textless{}", ">": r"\textgreater{}"}
 LATEX |= {"|": r"\textbar{}", "[": "{[}", "]": "{]}"}  # \\[ would be a length
-MARKDOWN = {"|": r"\|", "<": "&lt;"}
+MARKDOWN = {"|": r"\|", "<": "&lt;", "*": r"\*", "`": r"\`", "~": r"\~", "\\": r"\\"}
+EMPHASIS = re.compile(r"(?<!\w)_|_(?!\w)")  # within a word, an underscore is one
 DIGITS = 1000  # numbers above have no decimals
 TABLES = (".jsonl", ".csv")  # files of rows
 Row = Mapping[str, Any]
@@ -85,7 +87,7 @@ def _shown(value: Any) -> str:
 
 
 def _markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = ([_escaped(cell, MARKDOWN, "<br>") for cell in line] for line in [titles, *cells])
+    lines = ([EMPHASIS.sub(r"\\_", _escaped(cell, MARKDOWN, "<br>")) for cell in line] for line in [titles, *cells])
     head, *rest = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([head, "|" + "---|" * len(titles), *rest, ""])
 

@@ -42,13 +42,27 @@ TEXTS = [{"id": "[1]\\", "answer": 'a < b\n\n50% of {x}_1 | ~\u2028"#&$^', "f1":
 
 def test_a_cell_is_one_line_and_means_itself(tmp_path):
     shown = written(TEXTS, "md")
-    assert shown.splitlines()[2] == '| [1]\\ | a &lt; b<br><br>50% of {x}_1 \\| ~<br>"#&$^ | 1.5 | True |'
+    assert shown.splitlines()[2] == '| [1]\\\\ | a &lt; b<br><br>50% of {x}\\_1 \\| \\~<br>"#&$^ | 1.5 | True |'
     latex = written(TEXTS, "latex")
     assert latex.startswith(r"\begin{tabular}{llrr}")
     row = latex.splitlines()[4]
     assert row.startswith(r"{[}1{]}\textbackslash{} & a \textless{} b  50\% of \{x\}\_1 \textbar{} \textasciitilde{} ")
     assert row.endswith(r'"\#\&\$\textasciicircum{} & 1.5 & True \\')
     assert next(csv.DictReader(io.StringIO(written(TEXTS, "csv"), newline="")))["answer"] == TEXTS[0]["answer"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("2 * 3 * 4", r"2 \* 3 \* 4"),
+        ("**no**, _no_, ~~no~~", r"\*\*no\*\*, \_no\_, \~\~no\~\~"),
+        ("`x`", r"\`x\`"),
+        ("output_tokens", "output_tokens"),
+        ("a\\|b", r"a\\\|b"),  # a bar behind a backslash ends no cell
+    ],
+)
+def test_markdown_shows_what_it_would_take_for_markup(text, shown):
+    assert written([{"answer": text}], "md").splitlines()[2] == f"| {shown} |"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
