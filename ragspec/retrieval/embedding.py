@@ -152,6 +152,8 @@ def _load(kind: str, name: str, key: str) -> tuple[Any, str]:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise ConfigError(f'{key}: "{name}": does not fit in memory ({flat(error, 200)})') from None
+        if "size mismatch" not in str(error) and "ignore_mismatched_sizes" not in str(error):
+            raise
         raise ConfigError(
             f'{key}: "{name}": its weights do not have the shapes of its config.json: files of different models'
         ) from error
