@@ -78,28 +78,21 @@ Agree = Callable[[int, int, int], bool]
 
 
 class WaitingRequest:
-    """A request, or a preempted row, in the queue. Tokens are packed: thousands may wait."""
+    """A request, or a preempted row, in the queue. Tokens are packed: thousands may wait. keys: as of PrefixIndex."""
 
-    __slots__ = ("_keys", "group", "request", "row", "tokens")
+    __slots__ = ("group", "keys", "request", "row", "tokens")
 
     def __init__(self, request: Request, group: int = -1, row: RequestState | None = None) -> None:
         self.request = request
         self.group = group  # common to requests with a common prefix
         self.row = row
         self.tokens = array("i", row.tokens if row else request.token_ids)
-        self._keys: list[int] | None = None
+        self.keys = keys_of(self.tokens)
 
     @property
     def base(self) -> int:
         """The base with which its row starts (RequestState.base)."""
         return self.row.base if self.row else len(self.tokens)
-
-    @property
-    def keys(self) -> list[int]:
-        """The keys of its tokens (PrefixIndex)."""
-        if self._keys is None:
-            self._keys = keys_of(self.tokens)
-        return self._keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +150,7 @@ class Scheduler:
         self._beside = beside
         self._refusal_of = refusal or (lambda request: "")
         self._queue: deque[WaitingRequest] = deque()
-        self._read: list[Request] = []  # while the device computed, before the queue was empty
+        self._read: list[WaitingRequest] = []  # while the device computed, before the queue was empty
         self._groups = count()
         self._clear(places)
 
@@ -288,14 +281,13 @@ class Scheduler:
         while not self._queue:
             fresh, self._read = self._read, []
             if not self._reads_beside:
-                fresh = self._requests.take(max(self._lookahead, len(self._free)), wait=not self.rows())
+                fresh = self._take(max(self._lookahead, len(self._free)), wait=not self.rows())
             elif not fresh and not self.rows():
-                fresh = self._requests.take(FIRST, wait=True)
+                fresh = self._take(FIRST, wait=True)
             if not fresh:
                 break
             for start in range(0, len(fresh), self._lookahead):
-                ahead = [WaitingRequest(request) for request in fresh[start : start + self._lookahead]]
-                refusals = [(waiting, self._refusal(waiting)) for waiting in ahead]
+                refusals = [(waiting, self._refusal(waiting)) for waiting in fresh[start : start + self._lookahead]]
                 refused += [failure for _, failure in refusals if failure is not None]
                 self._queue.extend(self._grouped([waiting for waiting, failure in refusals if failure is None]))
         return refused
@@ -303,10 +295,14 @@ class Scheduler:
     def read_ahead(self, until: Callable[[], bool]) -> None:
         """Read requests, of which one more takes a while, until it is time to stop or enough are read."""
         while self._reads_beside and len(self._read) < self._lookahead:
-            fresh = self._requests.take(1, wait=False)
+            fresh = self._take(1, wait=False)
             self._read += fresh
             if not fresh or until():
                 return
+
+    def _take(self, most: int, *, wait: bool) -> list[WaitingRequest]:
+        """Read requests that have arrived. wait: block until there is one."""
+        return [WaitingRequest(request) for request in self._requests.take(most, wait=wait)]
 
     def _grouped(self, ahead: Sequence[WaitingRequest]) -> Iterator[WaitingRequest]:
         """Yield requests with a common prefix one after the other."""
