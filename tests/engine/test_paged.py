@@ -668,8 +668,8 @@ def test_a_lack_of_blocks_preempts_the_youngest_and_changes_no_answer(tiny, draf
 
 def test_no_draft_that_a_model_sampled_is_dropped_while_others_can_give_way(in_blocks, tiny, tiny_draft, monkeypatch):
     dropped = []
-    original = block_space._without_draft  # noqa: SLF001
-    monkeypatch.setattr(block_space, "_without_draft", lambda item: dropped.append(item) or original(item))
+    original = block_space.without_draft
+    monkeypatch.setattr(block_space, "without_draft", lambda item: dropped.append(item) or original(item))
     draft, _ = in_blocks(tiny_draft)
     draft.resize(4)
     lengths = [30, 33, 29, 40, 35, 31, 28, 45]
