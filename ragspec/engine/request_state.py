@@ -121,7 +121,7 @@ class RequestState:
     def record(self, item: ScheduledRequest, at: int, count: int, accepted: int) -> None:
         """Record a step for the statistics: `count` tokens from the answer's token `at` on, `accepted` of the draft."""
         drafted = len(item.draft.token_ids)
-        if drafted or self.copies.started:
+        if drafted or self.copies.runs:
             first = self.prompt_tokens + at
             self.copies.note(at, item.draft, self.tokens[first : first + count])
         if item.logprobs:

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -161,34 +162,26 @@ def _misfit(value: Any, form: Any, name: str) -> str:
 
     if value is None:
         return ""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    whole = number and abs(value) < MOST and float(value).is_integer()
+    forms = (
+        (types.is_struct, "an object", isinstance(value, dict)),
+        (types.is_list, "a list", isinstance(value, list)),
+        (types.is_boolean, "a boolean", isinstance(value, bool)),
+        (types.is_string, "a string", is_text(value)),
+        (types.is_floating, "a number", whole or isinstance(value, float)),
+        (types.is_integer, "a whole number", whole),
+    )
+    wanted, held = next((wanted, held) for is_form, wanted, held in forms if is_form(form))
+    if not held:
+        got = f"{value!s:.20}" if number and wanted.endswith("number") else kind(value)
+        return f'"{name}" must be {wanted}, got {got}'
+    parts: list[tuple[Any, Any, str]] = []
     if types.is_struct(form):
-        if isinstance(value, dict):
-            fields = (_misfit(value.get(each.name), each.type, f"{name}.{each.name}") for each in form)
-            return next(filter(None, fields), "")
-        wanted = "an object"
+        parts = [(value.get(each.name), each.type, f"{name}.{each.name}") for each in form]
     elif types.is_list(form):
-        if isinstance(value, list):
-            return next(filter(None, (_misfit(item, form.value_type, f"{name}[]") for item in value)), "")
-        wanted = "a list"
-    elif types.is_boolean(form):
-        if isinstance(value, bool):
-            return ""
-        wanted = "a boolean"
-    elif types.is_string(form):
-        if is_text(value):
-            return ""
-        wanted = "a string"
-    else:
-        real = types.is_floating(form)
-        wanted = "a number" if real else "a whole number"
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            is_held = abs(value) < MOST and float(value).is_integer()
-            return (
-                ""
-                if is_held or (real and isinstance(value, float))
-                else f'"{name}" must be {wanted}, got {value!s:.20}'
-            )
-    return f'"{name}" must be {wanted}, got {kind(value)}'
+        parts = [(item, form.value_type, f"{name}[]") for item in value]
+    return next(filter(None, starmap(_misfit, parts)), "")
 
 
 def foreign(line: Mapping[str, Any], schema: Any) -> list[str]:

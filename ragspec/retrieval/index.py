@@ -7,7 +7,6 @@ Source: LanceDB 0.40, tables, tags and full-text search. Limit: one build at a t
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections import defaultdict
@@ -192,13 +191,10 @@ def probe_of(table: Any) -> list[float] | None:
 
 
 def same_model(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
-    """Return whether two vectors of one text are of the same model, as far as is known."""
+    """Return whether two vectors of one text, of length 1, are of the same model, as far as is known."""
     if one is None or other is None:
         return True
-    if len(one) != len(other):
-        return False
-    cosine = sum(map(mul, one, other)) / math.sqrt(sum(map(mul, one, one)) * sum(map(mul, other, other)))
-    return bool(cosine >= SAME_MODEL)
+    return len(one) == len(other) and sum(map(mul, one, other)) >= SAME_MODEL
 
 
 def searched(title: str | None, text: str) -> str:

@@ -13,14 +13,13 @@ LEAST = 4  # tokens; shorter runs are not citations
 class CopiedSpans:
     """The runs that one answer copied from its prompt's passages.
 
-    passages: (start, end) positions in `prompt`. started: whether one has been copied from.
+    passages: (start, end) positions in `prompt`. runs: those so far.
     """
 
     def __init__(self, prompt: Sequence[int], passages: Sequence[tuple[int, int]]) -> None:
         self._prompt = prompt
         self._passages = passages
-        self._runs: list[Copied] = []
-        self.started = False  # a field, as it is read for each row between steps
+        self.runs: list[Copied] = []
 
     def note(self, written: int, draft: Draft, emitted: Sequence[int]) -> None:
         """Add `emitted` tokens that follow `written` answer tokens and were drafted as `draft`.
@@ -31,7 +30,7 @@ class CopiedSpans:
             return
         for offset, token in enumerate(emitted):
             at = written + offset
-            run = self._runs[-1] if self._runs else None
+            run = self.runs[-1] if self.runs else None
             if run is not None and run.end == at:
                 source = run.source + run.end - run.start
                 if source < self._passages[run.passage][1] and self._prompt[source] == token:
@@ -42,12 +41,11 @@ class CopiedSpans:
                 continue
             passage = next((n for n, (start, end) in enumerate(self._passages) if start <= guessed < end), None)
             if passage is not None:
-                self._runs.append(Copied(at, at + 1, passage, guessed))
-                self.started = True
+                self.runs.append(Copied(at, at + 1, passage, guessed))
 
     def settled(self, written: int) -> int:
         """Return of how many of the first `written` tokens it is known whether they belong to a run worth citing."""
-        run = self._runs[-1] if self._runs else None
+        run = self.runs[-1] if self.runs else None
         if run is not None and run.end == written and run.end - run.start < LEAST:
             return max(0, run.start - 1)  # a run may begin with a token that was not drafted
         return max(0, written - 1) if self._passages else written
@@ -58,7 +56,7 @@ class CopiedSpans:
         The first word of a copy was often not drafted, so runs are extended to the left as far as the texts agree.
         """
         runs, end = [], 0
-        for run in self._runs:
+        for run in self.runs:
             if run.start >= len(answer):  # cut off by a stop string
                 break
             start, source, first = run.start, run.source, self._passages[run.passage][0]

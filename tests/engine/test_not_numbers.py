@@ -71,6 +71,19 @@ def tokenizer(tiny):
     return HFTokenizer(AutoTokenizer.from_pretrained(tiny))
 
 
+def answered(model, tokenizer, requests, proposer):
+    """Return the outcome of each request, by its index, on three rows."""
+    model.resize(3)
+    grammars, rules = Grammars(tokenizer.inner, 400, {EOS}), GenerationRules(model.inner, frozenset([EOS]), EOS)
+    settings = EngineSettings(
+        chunk=48,
+        processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
+        grammars=lambda: grammars,
+    )
+    outcomes = Engine(model, proposer, tokenizer, frozenset([EOS]), settings).run(iter(requests))
+    return {one.index: one for one in outcomes}
+
+
 def outcome(one):
     return one.message if isinstance(one, Failure) else (one.token_ids, one.finish_reason)
 
@@ -81,17 +94,8 @@ def test_a_record_that_overflows_fails_alone(tiny, tokenizer, attention, method)
     """Greedy, sampled, with penalties, log-probabilities, grammars, and shared prefixes; memory is used again."""
 
     def run(requests):
-        model = overflowing(tiny, attention)
-        model.resize(3)
-        grammars, rules = Grammars(tokenizer.inner, 400, {EOS}), GenerationRules(model.inner, frozenset([EOS]), EOS)
-        settings = EngineSettings(
-            chunk=48,
-            processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
-            grammars=lambda: grammars,
-        )
         proposer = RowProposer(ContextDrafter(), 4, None) if method == "context" else NoProposer()
-        outcomes = Engine(model, proposer, tokenizer, frozenset([EOS]), settings).run(iter(requests))
-        return {one.index: one for one in outcomes}
+        return answered(overflowing(tiny, attention), tokenizer, requests, proposer)
 
     requests, sound = with_overflows(mixed(1, SAMPLINGS, 21))
     found, alone = run(requests), run([requests[number] for number in sound])
@@ -173,16 +177,8 @@ class DraftsThatOverflow(NoProposer):
 @pytest.mark.parametrize("attention", ["cpu", "sdpa", "gathered"])
 def test_a_wrong_draft_that_overflows_changes_no_answer(tiny, tokenizer, attention):
     def run(proposer):
-        model = overflowing(tiny, attention)
-        model.resize(3)
-        grammars, rules = Grammars(tokenizer.inner, 400, {EOS}), GenerationRules(model.inner, frozenset([EOS]), EOS)
-        settings = EngineSettings(
-            chunk=48,
-            processors=lambda request: rules.processors(request.sampling, len(request.token_ids)),
-            grammars=lambda: grammars,
-        )
-        outcomes = Engine(model, proposer, tokenizer, frozenset([EOS]), settings).run(iter(mixed(1, SAMPLINGS, 21)))
-        return {one.index: outcome(one) for one in outcomes}
+        found = answered(overflowing(tiny, attention), tokenizer, mixed(1, SAMPLINGS, 21), proposer)
+        return {index: outcome(one) for index, one in found.items()}
 
     assert run(DraftsThatOverflow()) == run(NoProposer())
 
